@@ -1,0 +1,1 @@
+"""What a restart need not do again: trace records and compiled graphs."""

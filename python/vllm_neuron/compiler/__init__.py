@@ -1,0 +1,1 @@
+"""From a lowered module to a NEFF: the compiler interface and its implementations."""

@@ -1,0 +1,1 @@
+"""Load and run NEFFs: the runtime interface and its implementations."""

@@ -1,0 +1,1 @@
+"""The vLLM platform plugin: platform, worker, model runner, attention, buckets."""

@@ -1,0 +1,1 @@
+//! The format of one cache entry: one immutable, self-describing file.

@@ -1,0 +1,1 @@
+//! Canonical graph bytes and keys made of named components.

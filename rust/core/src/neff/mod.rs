@@ -1,0 +1,1 @@
+//! NEFF containers: parse, validate, write.

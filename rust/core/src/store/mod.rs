@@ -1,0 +1,1 @@
+//! A directory of entries in which the file system is the index.

@@ -1,0 +1,8 @@
+//! Bindings of `vllm_neuron_core::neff`.
+
+use pyo3::prelude::*;
+
+/// Adds this file's classes and functions to the extension module.
+pub(crate) fn register(_module: &Bound<'_, PyModule>) -> PyResult<()> {
+    Ok(())
+}
