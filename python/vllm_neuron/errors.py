@@ -73,7 +73,7 @@ class CompileError(NeuronError):
 
 
 class ExecutionError(NeuronError):
-    """A NEFF could not be loaded or run. Attributes: `bucket`, `status` (an NRT status), `reason`."""
+    """A NEFF did not load or run. Attributes: `bucket`, `status` (an NRT status), `reason`."""
 
 
 class NeffError(NeuronError):

@@ -1,0 +1,52 @@
+# Each target does its own set-up in .venv (see `make env`) and leaves the caller's environment alone.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# A folder with a CPU build of torch 2.13.0; without one `make env` takes PyPI's, with CUDA libraries.
+WHEELS ?= ../shared/wheels
+MODEL ?=
+PORT ?=
+PYTEST_ARGS ?=
+
+unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
+export HF_HUB_OFFLINE := 1
+export VLLM_NO_USAGE_STATS := 1
+export DO_NOT_TRACK := 1
+
+VENV := $(CURDIR)/.venv/bin
+TEST := OMP_NUM_THREADS=1 $(VENV)/python -m pytest
+
+.PHONY: help env demo test check lint rust lock clean
+
+help: ## this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /make \1\t/' | expand -t 14
+
+env: ## .venv with locked packages and a release build of the product
+	@$(PYTHON) -I scripts/environment.py --wheels '$(WHEELS)'
+
+demo: env ## serve a model on the host emulator, cold and warm (MODEL=folder, PORT=number)
+	@$(VENV)/python demo/serve.py $(if $(MODEL),--model '$(MODEL)') $(if $(PORT),--port '$(PORT)')
+
+test: env lint rust ## everything: lint, Rust tests, Python tests with real servers
+	$(TEST) $(PYTEST_ARGS)
+
+check: env lint rust ## the quick part of `make test`: no vLLM engine is started
+	$(TEST) -m 'not serve' $(PYTEST_ARGS)
+
+lint: env ## formatters and linters, Rust and Python
+	cargo fmt --all --check
+	cargo clippy --locked --workspace --all-targets --quiet -- -D warnings
+	$(VENV)/ruff format --check --quiet .
+	$(VENV)/ruff check --quiet .
+
+rust: ## Rust tests, by nextest where it is installed
+	@if cargo nextest --version >/dev/null 2>&1; then set -x; cargo nextest run --locked --workspace; \
+	else set -x; cargo test --locked --workspace; fi
+
+lock: ## resolve requirements/*.in again (add UPGRADE=1 for newer versions)
+	$(PYTHON) -I scripts/lock.py --wheels '$(WHEELS)' $(if $(UPGRADE),--upgrade)
+
+clean: ## remove .venv and build products
+	rm -rf .venv .environment.lock target dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
