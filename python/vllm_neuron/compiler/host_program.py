@@ -1,0 +1,91 @@
+"""What a NEFF of the host emulator holds: members, and the manifest that describes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["EXECUTABLE_MEMBER", "FORMAT", "MANIFEST_MEMBER", "MODULE_MEMBER", "HostManifest"]
+
+FORMAT = 1
+"""Version of the members below; a reader refuses any other."""
+
+MANIFEST_MEMBER = "host/manifest.json"
+MODULE_MEMBER = "host/module.stablehlo"
+EXECUTABLE_MEMBER = "host/executable.xla"
+
+
+@dataclass(frozen=True, slots=True)
+class HostManifest:
+    """How the program in a host NEFF was made and where its executable may run.
+
+    Attributes:
+        jaxlib: the version of jaxlib that wrote the executable; no other can load it.
+        cpu: `cpu_features()` of the processor it was made for; it may not run on another.
+        options: the XLA options, to be used again when the executable is rebuilt.
+        arguments: the compiler arguments as given.
+        aliases: output index to the index of the input that is updated in place.
+    """
+
+    jaxlib: str
+    cpu: str
+    options: Mapping[str, bool | int]
+    arguments: tuple[str, ...]
+    aliases: Mapping[int, int]
+
+    def to_json(self) -> bytes:
+        """Return the bytes of the manifest member; equal manifests give equal bytes."""
+        fields = {
+            "format": FORMAT,
+            "jaxlib": self.jaxlib,
+            "cpu": self.cpu,
+            "options": dict(self.options),
+            "arguments": list(self.arguments),
+            "aliases": {str(output): source for output, source in sorted(self.aliases.items())},
+        }
+        return json.dumps(fields, sort_keys=True, indent=1).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> HostManifest:
+        """Parse the manifest member.
+
+        Raises:
+            ValueError: not the JSON of a manifest of this format.
+        """
+        fields = json.loads(data)
+        _expect(isinstance(fields, dict), "an object", fields)
+        _expect(fields.get("format") == FORMAT, f"format {FORMAT}", fields.get("format"))
+        jaxlib, cpu = fields.get("jaxlib"), fields.get("cpu")
+        _expect(isinstance(jaxlib, str), "a string `jaxlib`", jaxlib)
+        _expect(isinstance(cpu, str), "a string `cpu`", cpu)
+        options, arguments, aliases = (fields.get(k) for k in ("options", "arguments", "aliases"))
+        _expect(
+            isinstance(options, dict) and all(isinstance(v, int) for v in options.values()),
+            "an object `options` of numbers and booleans",
+            options,
+        )
+        _expect(
+            isinstance(arguments, list) and all(isinstance(v, str) for v in arguments),
+            "a list `arguments` of strings",
+            arguments,
+        )
+        _expect(
+            isinstance(aliases, dict)
+            and all(k.isdecimal() and type(v) is int for k, v in aliases.items()),
+            "an object `aliases` of output to input index",
+            aliases,
+        )
+        return cls(
+            jaxlib=jaxlib,
+            cpu=cpu,
+            options=options,
+            arguments=tuple(arguments),
+            aliases={int(output): source for output, source in aliases.items()},
+        )
+
+
+def _expect(condition: bool, expected: str, found: Any) -> None:
+    if not condition:
+        raise ValueError(f"manifest of a host program: expected {expected}, found {found!r}")

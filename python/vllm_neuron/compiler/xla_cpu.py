@@ -1,0 +1,154 @@
+"""XLA's CPU client by way of jaxlib: the one client of a process, its options and its errors.
+
+Only `jaxlib` is needed, never `jax`. The calls used here and in `vllm_neuron.runtime.host` are
+those of jaxlib 0.10 (`jaxlib.xla_client`), through which jax itself goes.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+import platform
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "CpuClient",
+    "XlaError",
+    "client",
+    "compile_module",
+    "cpu_features",
+    "jaxlib_version",
+    "load_executable",
+    "options_for_level",
+    "short_reason",
+]
+
+# Whatever the level: results must equal eager as closely as XLA can, so nothing is computed in
+# another precision than the model wrote (a cast to bfloat16 and back rounds), and the minimum or
+# maximum with a NaN is NaN. Names: `DebugOptions` in XLA's xla.proto.
+_SAME_AS_EAGER: dict[str, bool | int] = {
+    "xla_allow_excess_precision": False,
+    "xla_cpu_enable_fast_math": False,
+    "xla_cpu_enable_fast_min_max": False,
+}
+
+_MESSAGE_LIMIT = 600
+
+_lock = threading.Lock()
+_client: CpuClient | None = None
+
+
+class XlaError(Exception):
+    """XLA or jaxlib refused a program; the message is XLA's own on one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class CpuClient:
+    """The CPU client of this process and its single device, as jaxlib objects."""
+
+    client: Any
+    device: Any
+    devices: Any
+
+
+def client() -> CpuClient:
+    """Return the CPU client of this process, made on first use.
+
+    It runs programs in the calling thread, without the interpreter's lock, and spreads large
+    operations over a thread pool. The pool has one thread for each processor that the process may
+    run on, or `NPROC` threads when that variable is set (XLA's rule); OMP_NUM_THREADS has no
+    influence.
+    """
+    global _client
+    with _lock:
+        if _client is None:
+            # At level 0 XLA reports that it found a CPU; its warnings and errors stay visible.
+            os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
+            from jaxlib import xla_client
+
+            cpu = xla_client.make_cpu_client(asynchronous=False)
+            device = cpu.devices()[0]
+            _client = CpuClient(cpu, device, xla_client.DeviceList((device,)))
+        return _client
+
+
+def jaxlib_version() -> str:
+    """Return the version of the installed jaxlib without importing it."""
+    return importlib.metadata.version("jaxlib")
+
+
+@functools.cache
+def cpu_features() -> str:
+    """Return what tells whether machine code made elsewhere runs here.
+
+    It is the machine type and the sorted feature flags of the first processor of /proc/cpuinfo
+    (`flags` on x86-64, `Features` on Arm).
+    """
+    flags: list[str] = []
+    cpuinfo = Path("/proc/cpuinfo")
+    for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else ():
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            flags = sorted(set(value.split()))
+            break
+    return " ".join([platform.machine(), *flags])
+
+
+def options_for_level(level: int) -> dict[str, bool | int]:
+    """Return the XLA options, by their name in XLA, for an optimization level of 1 to 3.
+
+    The level is that of LLVM, to which XLA:CPU hands its loops; 0 would switch off XLA's own
+    optimizations as well.
+    """
+    return {**_SAME_AS_EAGER, "xla_backend_optimization_level": level}
+
+
+def compile_module(module: bytes, options: Mapping[str, bool | int]) -> Any:
+    """Compile a StableHLO portable artifact for this processor.
+
+    Returns:
+        jaxlib's loaded executable.
+
+    Raises:
+        XlaError: XLA refuses the module or an option.
+    """
+    from jaxlib import xla_client
+
+    cpu = client()
+    compile_options = xla_client.CompileOptions()
+    compile_options.env_option_overrides = list(options.items())
+    try:
+        return cpu.client.compile_and_load(module, cpu.devices, compile_options)
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise XlaError(short_reason(error)) from error
+
+
+def load_executable(serialized: bytes) -> Any:
+    """Load an executable that `LoadedExecutable.serialize` of the same jaxlib wrote.
+
+    The bytes hold machine code, which will run in this process.
+
+    Raises:
+        XlaError: the bytes cannot be loaded.
+    """
+    from jaxlib import xla_client
+
+    cpu = client()
+    try:
+        return cpu.client.deserialize_executable(
+            serialized, cpu.devices, xla_client.CompileOptions()
+        )
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise XlaError(short_reason(error)) from error
+
+
+def short_reason(error: BaseException) -> str:
+    """Return XLA's message on one line, without the dump of the program that may follow it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " | ".join(lines[:3]) or type(error).__name__
+    return text if len(text) <= _MESSAGE_LIMIT else text[: _MESSAGE_LIMIT - 4] + " ..."
