@@ -1,0 +1,142 @@
+"""The interface of the runtimes: device tensors, loaded NEFFs, execution."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from typing_extensions import Buffer
+
+    from vllm_neuron._core import NeffTensor
+
+__all__ = ["BoundModel", "DeviceTensor", "LoadedModel", "Runtime"]
+
+
+class DeviceTensor(Protocol):
+    """A dense row-major tensor in the memory of the device."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes of its dimensions."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """A torch dtype's name without `torch.`, e.g. `bfloat16`."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        ...
+
+    def data_ptr(self) -> int:
+        """Return the address of the first element in device memory; 0 if there is none."""
+        ...
+
+    def read(self) -> torch.Tensor:
+        """Return the contents as a CPU tensor, without a copy where the runtime can.
+
+        The result may share memory with the device tensor: do not write to it.
+
+        Raises:
+            ExecutionError: the contents were lost in a failed execution.
+        """
+        ...
+
+    def write(self, source: torch.Tensor) -> None:
+        """Overwrite the contents with a CPU tensor of the same shape and dtype.
+
+        Raises:
+            ExecutionError: shape or dtype differ, or the memory was lost in a failed execution.
+        """
+        ...
+
+
+class BoundModel(Protocol):
+    """A loaded model with some inputs fixed, so that a step passes only the others."""
+
+    def execute(self, arguments: Sequence[DeviceTensor | torch.Tensor]) -> list[DeviceTensor]:
+        """Run one step with the inputs that are not fixed, in input order.
+
+        Returns and raises as `LoadedModel.execute`.
+        """
+        ...
+
+
+class LoadedModel(Protocol):
+    """A NEFF that is ready to run."""
+
+    @property
+    def inputs(self) -> Sequence[NeffTensor]:
+        """Name, dtype and shape of each input, in order."""
+        ...
+
+    @property
+    def outputs(self) -> Sequence[NeffTensor]:
+        """Name, dtype and shape of each output, in order."""
+        ...
+
+    def bind(self, fixed: Mapping[int, DeviceTensor]) -> BoundModel:
+        """Fix the inputs with the given indices, as a rule the weights and the KV caches.
+
+        Raises:
+            ExecutionError: an index, a shape or a dtype is not the model's.
+        """
+        ...
+
+    def execute(self, inputs: Sequence[DeviceTensor | torch.Tensor]) -> list[DeviceTensor]:
+        """Run the model once.
+
+        Args:
+            inputs: all inputs, in order. CPU tensors are taken too, for small step arguments; the
+                caller may overwrite them as soon as this returns.
+
+        Returns:
+            All outputs, in order. An output that is aliased to an input is the very device tensor
+            given for that input, updated in place; the others are new device tensors. When the
+            input is a CPU tensor, it is updated and the output is a new device tensor.
+
+        Raises:
+            ExecutionError: an input does not fit, or the execution failed. Device tensors that
+                were to be updated in place may have lost their contents: using them raises too.
+        """
+        ...
+
+
+class Runtime(Protocol):
+    """What keeps tensors on a device and runs NEFFs there.
+
+    Attributes:
+        name: the runtime for a person, e.g. `host`.
+    """
+
+    name: str
+
+    def upload(self, tensor: torch.Tensor) -> DeviceTensor:
+        """Make a device tensor of a CPU tensor, e.g. a weight.
+
+        The runtime may share the memory instead of copying it: afterwards the caller must not
+        write to `tensor`.
+        """
+        ...
+
+    def allocate(self, shape: Sequence[int], dtype: str) -> DeviceTensor:
+        """Make a device tensor of zeros, e.g. a KV cache."""
+        ...
+
+    def load(self, neff: Buffer, *, aliases: Mapping[int, int], bucket: str) -> LoadedModel:
+        """Validate a NEFF and make it ready to run.
+
+        Args:
+            neff: the file's bytes; a view of mapped pages is not copied as a whole.
+            aliases: output index to the index of the input that is updated in place.
+            bucket: the name of the bucket, for messages.
+
+        Raises:
+            NeffError: the bytes are not a sound NEFF.
+            ExecutionError: it is for another device, or the device refuses it.
+        """
+        ...

@@ -1,0 +1,383 @@
+"""The runtime of the host emulator: runs NEFFs of target `host` on XLA's CPU client."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm_neuron._core import Neff, NeffTensor
+from vllm_neuron.compiler import xla_cpu
+from vllm_neuron.compiler.arguments import HOST_TARGET
+from vllm_neuron.compiler.host_program import (
+    EXECUTABLE_MEMBER,
+    MANIFEST_MEMBER,
+    MODULE_MEMBER,
+    HostManifest,
+)
+from vllm_neuron.errors import ExecutionError, NeffFormatError
+from vllm_neuron.runtime.host_tensor import DTYPES, HostTensor, check_argument, import_tensor
+from vllm_neuron.runtime.status import NrtStatus
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["HostBoundModel", "HostModel", "HostRuntime", "HostTensor"]
+
+logger = logging.getLogger(__name__)
+
+# A step argument up to this size is copied into memory that is kept for it (about 1 us); to make
+# a jaxlib array of a torch tensor costs 15 to 40 us whatever its size, as measured with jaxlib
+# 0.10.2.
+_COPIED_ARGUMENT_BYTES = 1 << 20
+
+
+class HostRuntime:
+    """Keeps tensors in the memory of this process and runs programs on its processor.
+
+    One program runs at a time, as on a NeuronCore, without the interpreter's lock; a large
+    operation uses all processors of the process (`xla_cpu.client`).
+
+    Attributes:
+        name: `host`.
+        counters: `executables_loaded` and `executables_rebuilt`: NEFFs loaded with the executable
+            inside, or compiled from the module inside; `executions`: programs run.
+    """
+
+    name = "host"
+
+    def __init__(self) -> None:
+        self.counters = {"executables_loaded": 0, "executables_rebuilt": 0, "executions": 0}
+        self.lock = threading.Lock()
+
+    def upload(self, tensor: torch.Tensor) -> HostTensor:
+        """Make a device tensor of a CPU tensor of any dtype of `DTYPES`, strided in any way.
+
+        A dense row-major tensor whose address is a multiple of 64 is not copied: the device tensor
+        shares and keeps its memory, `HostTensor.shares_torch_memory` says so, and whoever writes to
+        the tensor afterwards changes the device tensor too. Any other tensor is copied.
+
+        Raises:
+            ExecutionError: not a dense CPU tensor of a known dtype.
+        """
+        return HostTensor.upload(tensor)
+
+    def allocate(self, shape: Sequence[int], dtype: str) -> HostTensor:
+        """Make a device tensor of zeros that programs update in place."""
+        return HostTensor.zeros(shape, dtype)
+
+    def load(self, neff: Buffer, *, aliases: Mapping[int, int], bucket: str) -> HostModel:
+        """Validate a NEFF of target `host` and make it ready to run.
+
+        The executable inside is machine code of the jaxlib and the processor that the manifest
+        names. On any other, the module inside is compiled again.
+
+        Raises:
+            NeffError: the bytes are not a sound NEFF.
+            ExecutionError: another target, no program of the host emulator inside, other aliases
+                than `aliases`, or a module that XLA refuses.
+        """
+        parsed = Neff.parse(neff)
+        if parsed.target != HOST_TARGET:
+            raise _load_error(
+                bucket,
+                f"the NEFF {parsed.name!r} is for target {parsed.target!r}; this is the host "
+                f"emulator, which runs only NEFFs of target {HOST_TARGET!r} (compiled under "
+                "VLLM_NEURON_DEVICE=host)",
+            )
+        manifest = _manifest(parsed, bucket=bucket)
+        if dict(manifest.aliases) != dict(aliases):
+            raise _load_error(
+                bucket,
+                f"the NEFF {parsed.name!r} aliases outputs to inputs {dict(manifest.aliases)}, "
+                f"expected {dict(aliases)}",
+            )
+        executable = self._executable(parsed, manifest, bucket=bucket)
+        return HostModel(self, executable, parsed, aliases=manifest.aliases, bucket=bucket)
+
+    def _executable(self, neff: Neff, manifest: HostManifest, *, bucket: str) -> Any:
+        obstacle = _why_not_loadable(manifest)
+        if obstacle is None:
+            try:
+                executable = xla_cpu.load_executable(neff.member(EXECUTABLE_MEMBER))
+            except (xla_cpu.XlaError, NeffFormatError) as error:
+                obstacle = f"it cannot be loaded ({error})"
+            else:
+                self.counters["executables_loaded"] += 1
+                return executable
+        first = self.counters["executables_rebuilt"] == 0
+        logger.log(
+            logging.INFO if first else logging.DEBUG,
+            "Host emulator: the executable in the NEFF of bucket %s is compiled again from its "
+            "module, because %s%s",
+            bucket,
+            obstacle,
+            "; further ones are logged at DEBUG" if first else "",
+        )
+        try:
+            executable = xla_cpu.compile_module(neff.member(MODULE_MEMBER), manifest.options)
+        except (xla_cpu.XlaError, NeffFormatError) as error:
+            raise _load_error(
+                bucket, f"the module in the NEFF {neff.name!r} cannot be compiled: {error}"
+            ) from error
+        self.counters["executables_rebuilt"] += 1
+        return executable
+
+
+class HostModel:
+    """A loaded NEFF of the host emulator.
+
+    Attributes:
+        inputs: name, dtype and shape of each input, in order.
+        outputs: name, dtype and shape of each output, in order.
+        aliases: output index to the index of the input that is updated in place.
+        bucket: the name of the bucket.
+    """
+
+    def __init__(
+        self,
+        runtime: HostRuntime,
+        executable: Any,
+        neff: Neff,
+        *,
+        aliases: Mapping[int, int],
+        bucket: str,
+    ) -> None:
+        self.runtime = runtime
+        self.executable = executable
+        self.inputs: tuple[NeffTensor, ...] = tuple(neff.inputs)
+        self.outputs: tuple[NeffTensor, ...] = tuple(neff.outputs)
+        self.aliases = dict(aliases)
+        self.bucket = bucket
+        self.result_handlers = [_result_handler(output) for output in self.outputs]
+        self.output_types = [(tuple(output.shape), output.dtype) for output in self.outputs]
+        self._unbound: HostBoundModel | None = None
+
+    def bind(self, fixed: Mapping[int, HostTensor]) -> HostBoundModel:
+        """Fix the inputs with the given indices, as a rule the weights and the KV caches.
+
+        Raises:
+            ExecutionError: an index, a shape or a dtype is not the model's.
+        """
+        return HostBoundModel(self, fixed)
+
+    def execute(self, inputs: Sequence[HostTensor | torch.Tensor]) -> list[HostTensor]:
+        """Run the model once with all inputs given; see `LoadedModel.execute`."""
+        if self._unbound is None:
+            self._unbound = self.bind({})
+        return self._unbound.execute(inputs)
+
+    def bad_input(self, reason: str) -> ExecutionError:
+        """Return the error for inputs that do not fit the model."""
+        return ExecutionError(
+            f"bucket {self.bucket}: {reason}",
+            bucket=self.bucket,
+            status=NrtStatus.EXEC_BAD_INPUT,
+            reason=reason,
+        )
+
+
+class HostBoundModel:
+    """A loaded model with some inputs fixed; see `BoundModel`.
+
+    Args:
+        model: the loaded model.
+        fixed: the device tensors of some inputs by index. They may be updated, written and bound
+            to other models too: a step uses the contents that they have when it starts.
+
+    Raises:
+        ExecutionError: an index, a shape or a dtype is not the model's.
+    """
+
+    def __init__(self, model: HostModel, fixed: Mapping[int, HostTensor]) -> None:
+        self._model = model
+        self._fixed: list[HostTensor | None] = [None] * len(model.inputs)
+        for index, tensor in fixed.items():
+            if not 0 <= index < len(model.inputs):
+                raise model.bad_input(
+                    f"input {index} cannot be bound, the model has {len(model.inputs)} inputs"
+                )
+            self._check(tensor, index)
+            self._fixed[index] = tensor
+        updated = set(model.aliases.values())
+        self._open = [
+            _OpenInput(index, spec, updated=index in updated)
+            for index, spec in enumerate(model.inputs)
+            if index not in fixed
+        ]
+
+    def execute(self, arguments: Sequence[HostTensor | torch.Tensor]) -> list[HostTensor]:
+        """Run one step with the inputs that are not fixed, in order; see `LoadedModel.execute`."""
+        model = self._model
+        if len(arguments) != len(self._open):
+            names = ", ".join(model.inputs[item.index].name for item in self._open)
+            raise model.bad_input(
+                f"{len(arguments)} inputs given, expected {len(self._open)}: {names}"
+            )
+        for item, argument in zip(self._open, arguments, strict=True):
+            if not item.fits(argument):
+                self._check(argument, item.index)
+        with model.runtime.lock:
+            tensors = self._fixed.copy()
+            buffers = [tensor and tensor.buffer for tensor in tensors]
+            updated: dict[int, torch.Tensor] = {}
+            for item, argument in zip(self._open, arguments, strict=True):
+                if isinstance(argument, HostTensor):
+                    tensors[item.index] = argument
+                    buffers[item.index] = argument.buffer
+                else:
+                    buffers[item.index] = item.take(argument)
+                    if item.updated:
+                        updated[item.index] = argument
+            results = self._run(tensors, buffers)
+            model.runtime.counters["executions"] += 1
+            return [
+                self._output(index, result, tensors, updated)
+                for index, result in enumerate(results)
+            ]
+
+    def _run(self, tensors: Sequence[HostTensor | None], buffers: Sequence[Any]) -> list[Any]:
+        """Execute, and on failure note which tensors lost their contents."""
+        model = self._model
+        if None in buffers:
+            # Only a lost tensor has no buffer; to ask it for its address raises with the reason.
+            tensors[buffers.index(None)].data_ptr()
+        try:
+            return model.executable.execute_sharded(buffers).consume_with_handlers(
+                model.result_handlers
+            )
+        except (RuntimeError, ValueError, TypeError) as error:
+            reason = xla_cpu.short_reason(error)
+            lost = []
+            for index in model.aliases.values():
+                tensor = tensors[index]
+                if tensor is not None and tensor.buffer.is_deleted():
+                    tensor.lose(reason)
+                    lost.append(model.inputs[index].name)
+            raise ExecutionError(
+                f"bucket {model.bucket}: the execution failed: {reason}"
+                + (f"; lost are the contents of {', '.join(lost)}" if lost else ""),
+                bucket=model.bucket,
+                status=(
+                    NrtStatus.RESOURCE if "RESOURCE_EXHAUSTED" in reason else NrtStatus.FAILURE
+                ),
+                reason=reason,
+            ) from error
+
+    def _output(
+        self,
+        index: int,
+        result: Any,
+        tensors: Sequence[HostTensor | None],
+        updated: Mapping[int, torch.Tensor],
+    ) -> HostTensor:
+        model = self._model
+        source = model.aliases.get(index)
+        tensor = None if source is None else tensors[source]
+        if tensor is not None:
+            tensor.replace(result)
+            return tensor
+        output = HostTensor(result, *model.output_types[index])
+        if source is not None:
+            updated[source].copy_(output.memory())
+        return output
+
+    def _check(self, tensor: HostTensor | torch.Tensor, index: int) -> None:
+        spec = self._model.inputs[index]
+        check_argument(
+            tensor,
+            tuple(spec.shape),
+            DTYPES[spec.dtype],
+            what=f"input {index} ({spec.name})",
+            bucket=self._model.bucket,
+        )
+
+
+class _OpenInput:
+    """An input that each step passes anew, with the memory that small CPU tensors go through."""
+
+    __slots__ = ("_dtype", "_dtype_name", "_memory", "_shape", "_staged", "index", "updated")
+
+    def __init__(self, index: int, spec: NeffTensor, *, updated: bool) -> None:
+        self.index = index
+        self.updated = updated
+        self._shape = tuple(spec.shape)
+        self._dtype_name = spec.dtype
+        self._dtype = DTYPES[spec.dtype]
+        self._staged: Any = None
+        self._memory: torch.Tensor | None = None
+
+    def fits(self, argument: HostTensor | torch.Tensor) -> bool:
+        if argument.shape != self._shape:
+            return False
+        if isinstance(argument, HostTensor):
+            return argument.dtype == self._dtype_name
+        return argument.dtype is self._dtype and argument.is_cpu
+
+    def take(self, argument: torch.Tensor) -> Any:
+        """Return a jaxlib array with the values of a CPU tensor that fits."""
+        if self.updated:
+            return import_tensor(argument.detach().contiguous(), copy=True)
+        if argument.nbytes > _COPIED_ARGUMENT_BYTES:
+            return HostTensor.upload(argument).buffer
+        if self._memory is None:
+            staged = HostTensor.zeros(self._shape, self._dtype_name)
+            self._staged, self._memory = staged.buffer, staged.memory()
+        self._memory.copy_(argument)
+        return self._staged
+
+
+def _result_handler(output: NeffTensor) -> Any:
+    """Return what makes jaxlib arrays of one output.
+
+    Without it jaxlib looks for jax to describe each array, which takes longer than a small step.
+    """
+    from jaxlib import _jax
+
+    sharding = _jax.SingleDeviceSharding(xla_cpu.client().device)
+    return _jax.array_result_handler(_ArrayType(output), sharding, True, True)
+
+
+class _ArrayType:
+    """What jaxlib wants to know of an array: its shape and NumPy dtype."""
+
+    weak_type = False
+
+    def __init__(self, output: NeffTensor) -> None:
+        import ml_dtypes
+        import numpy
+
+        self.shape = tuple(output.shape)
+        extended = getattr(ml_dtypes, output.dtype, None)
+        self.dtype = numpy.dtype(output.dtype if extended is None else extended)
+
+
+def _manifest(neff: Neff, *, bucket: str) -> HostManifest:
+    try:
+        return HostManifest.from_json(neff.member(MANIFEST_MEMBER))
+    except (NeffFormatError, ValueError) as error:
+        raise _load_error(
+            bucket, f"the NEFF {neff.name!r} holds no program of the host emulator: {error}"
+        ) from error
+
+
+def _why_not_loadable(manifest: HostManifest) -> str | None:
+    """Return why the executable of another process cannot run here, or None if it can."""
+    here = xla_cpu.jaxlib_version()
+    if manifest.jaxlib != here:
+        return f"it was made by jaxlib {manifest.jaxlib}, here is {here}"
+    if manifest.cpu != xla_cpu.cpu_features():
+        return "it was made for another processor"
+    return None
+
+
+def _load_error(bucket: str, reason: str) -> ExecutionError:
+    return ExecutionError(
+        f"bucket {bucket}: cannot load: {reason}",
+        bucket=bucket,
+        status=NrtStatus.INVALID,
+        reason=reason,
+    )
