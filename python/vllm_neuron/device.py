@@ -1,0 +1,136 @@
+"""Which machine runs the NEFFs: the Neuron device, the host emulator, or plain CPU.
+
+Imports neither torch nor vllm: vLLM asks while it is itself half imported.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_neuron.envs import FALSE_WORDS
+from vllm_neuron.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from vllm_neuron.envs import Settings
+
+__all__ = ["Mode", "is_selected", "neuron_devices", "platform_class_name", "resolve_mode"]
+
+PLATFORM_CLASS = "vllm_neuron.vllm.platform.NeuronPlatform"
+DEVICE_VARIABLE = "VLLM_NEURON_DEVICE"
+CPU_MODE_VARIABLE = "VLLM_NEURON_CPU_MODE"
+CPU_COMPILE_VARIABLE = "VLLM_NEURON_CPU_COMPILE"
+
+_DEVICE_DIRECTORY = Path("/dev")
+# The Neuron driver makes one node per device: /dev/neuron0, /dev/neuron1, ...
+_DEVICE_NODE = re.compile(r"neuron\d+")
+
+
+class Mode(StrEnum):
+    """How the steps of the model are executed."""
+
+    DEVICE = "Neuron device"
+    HOST = "host emulator"
+    CPU = "CPU mode"
+
+
+def neuron_devices(directory: Path = _DEVICE_DIRECTORY) -> list[str]:
+    """Paths of the Neuron device nodes in `directory`, sorted."""
+    try:
+        names = [entry.name for entry in directory.iterdir()]
+    except OSError:
+        # No readable /dev: as good as no device.
+        return []
+    return sorted(str(directory / name) for name in names if _DEVICE_NODE.fullmatch(name))
+
+
+def is_selected(
+    environ: Mapping[str, str] = os.environ, *, directory: Path = _DEVICE_DIRECTORY
+) -> bool:
+    """Whether the plugin takes part in this process.
+
+    A device asks for it, and so does any setting that names a device or a CPU mode. A setting
+    with an impossible value does too: vLLM swallows what is raised while plugins register, so the
+    error must come later, from the configuration check of the platform.
+    """
+    if environ.get(DEVICE_VARIABLE, "").strip() not in ("", "auto"):
+        return True
+    modes = (environ.get(name, "") for name in (CPU_MODE_VARIABLE, CPU_COMPILE_VARIABLE))
+    if any(value.strip().lower() not in {"", *FALSE_WORDS} for value in modes):
+        return True
+    return bool(neuron_devices(directory))
+
+
+def platform_class_name(
+    environ: Mapping[str, str] = os.environ, *, directory: Path = _DEVICE_DIRECTORY
+) -> str | None:
+    """The qualified name of the platform class, or None (with a UserWarning) to decline."""
+    if is_selected(environ, directory=directory):
+        return PLATFORM_CLASS
+    warnings.warn(
+        "No Neuron devices found. Skipping vLLM Neuron plugin registration.",
+        UserWarning,
+        stacklevel=2,
+    )
+    return None
+
+
+def resolve_mode(settings: Settings, devices: Sequence[str]) -> Mode:
+    """Decide how the steps are executed.
+
+    Args:
+        settings: the settings of this start.
+        devices: paths of the Neuron device nodes of this machine.
+
+    Raises:
+        RuntimeError: CPU mode and CPU compile are both asked for.
+        ConfigurationError: the settings contradict each other or the machine, or ask for what
+            this version does not have.
+    """
+    device, cpu_mode = settings[DEVICE_VARIABLE], settings[CPU_MODE_VARIABLE]
+    if cpu_mode and settings[CPU_COMPILE_VARIABLE]:
+        raise RuntimeError(
+            f"{CPU_MODE_VARIABLE} and {CPU_COMPILE_VARIABLE} are not compatible with each other"
+        )
+    if cpu_mode and device != "auto":
+        raise ConfigurationError(
+            f"{DEVICE_VARIABLE}={device} and {CPU_MODE_VARIABLE}=1 contradict each other: CPU mode "
+            f"runs without NEFFs, on no device. Unset one of them.",
+            name=DEVICE_VARIABLE,
+            value=device,
+        )
+    if settings[CPU_COMPILE_VARIABLE]:
+        raise ConfigurationError(
+            f"{CPU_COMPILE_VARIABLE}=1 asks for compiling without running, which is not in this "
+            f"version. Unset it; with {DEVICE_VARIABLE}=host a start compiles every graph for the "
+            "host emulator and serves.",
+            name=CPU_COMPILE_VARIABLE,
+            value="1",
+        )
+    if cpu_mode:
+        return Mode.CPU
+    if device == "host":
+        return Mode.HOST
+    ways_on = (
+        f"Set {DEVICE_VARIABLE}=host to run on the host emulator, or {CPU_MODE_VARIABLE}=1 to run "
+        "eagerly on the CPU."
+    )
+    if not devices:
+        raise ConfigurationError(
+            f"{DEVICE_VARIABLE}={device} needs a Neuron device, and there is none on this machine "
+            f"(looked for {_DEVICE_DIRECTORY}/neuron0, ...). {ways_on}",
+            name=DEVICE_VARIABLE,
+            value=device,
+        )
+    raise ConfigurationError(
+        f"{DEVICE_VARIABLE}={device} selects the Neuron device {devices[0]}, but the runtime for "
+        f"it (libnrt) is not in this version. {ways_on}",
+        name=DEVICE_VARIABLE,
+        value=device,
+    )

@@ -1,0 +1,155 @@
+"""What this version cannot serve: engine options and request parameters, each with its refusal.
+
+One place for both, so that a limit that falls is removed by deleting its row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm_neuron.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.pooling_params import PoolingParams
+    from vllm.sampling_params import SamplingParams
+
+__all__ = ["ENGINE_LIMITS", "Limit", "REQUEST_LIMITS", "check_engine", "check_request"]
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """One thing that cannot be served.
+
+    Attributes:
+        option: the option or parameter, as the user writes it.
+        value: reads the value that is refused; None or False when it is not asked for.
+        advice: what to do.
+    """
+
+    option: str
+    value: Callable[[Any], Any]
+    advice: str
+
+
+def _above_one(section: str, name: str) -> Callable[[VllmConfig], int | None]:
+    def value(vllm_config: VllmConfig) -> int | None:
+        size = getattr(getattr(vllm_config, section), name)
+        return size if size > 1 else None
+
+    return value
+
+
+def _kv_cache_dtype(vllm_config: VllmConfig) -> str | None:
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    model_dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
+    return None if cache_dtype in ("auto", model_dtype) else cache_dtype
+
+
+_ONE = "Leave it at 1: this version runs one process on one device."
+_UNSET = "Unset it."
+
+ENGINE_LIMITS = (
+    Limit("--tensor-parallel-size", _above_one("parallel_config", "tensor_parallel_size"), _ONE),
+    Limit(
+        "--pipeline-parallel-size", _above_one("parallel_config", "pipeline_parallel_size"), _ONE
+    ),
+    Limit("--data-parallel-size", _above_one("parallel_config", "data_parallel_size"), _ONE),
+    Limit(
+        "--decode-context-parallel-size",
+        _above_one("parallel_config", "decode_context_parallel_size"),
+        _ONE,
+    ),
+    Limit(
+        "--prefill-context-parallel-size",
+        _above_one("parallel_config", "prefill_context_parallel_size"),
+        _ONE,
+    ),
+    Limit("--enable-lora", lambda c: c.lora_config is not None, _UNSET),
+    Limit(
+        "--speculative-config",
+        lambda c: c.speculative_config and c.speculative_config.method,
+        _UNSET,
+    ),
+    Limit(
+        "--kv-transfer-config",
+        lambda c: c.kv_transfer_config and c.kv_transfer_config.kv_connector,
+        _UNSET,
+    ),
+    Limit("--ec-transfer-config", lambda c: c.ec_transfer_config is not None, _UNSET),
+    Limit("--quantization", lambda c: c.model_config.quantization, "Use a model without it."),
+    Limit(
+        "--kv-cache-dtype", _kv_cache_dtype, "Leave it at auto: the KV cache has the model's dtype."
+    ),
+    Limit(
+        "--runner",
+        lambda c: c.model_config.runner_type if c.model_config.runner_type != "generate" else None,
+        "Only text generation is served.",
+    ),
+    Limit("--enable-prompt-embeds", lambda c: c.model_config.enable_prompt_embeds, _UNSET),
+    Limit("--enable-sleep-mode", lambda c: c.model_config.enable_sleep_mode, _UNSET),
+    Limit(
+        "multimodal model",
+        lambda c: c.model_config.is_multimodal_model and c.model_config.architecture,
+        "Only decoder models of text are served.",
+    ),
+    Limit(
+        "encoder-decoder model",
+        lambda c: c.model_config.is_encoder_decoder and c.model_config.architecture,
+        "Only decoder models of text are served.",
+    ),
+    Limit(
+        "model with state-space or linear attention layers",
+        lambda c: (
+            (c.model_config.is_hybrid or c.model_config.is_attention_free)
+            and c.model_config.architecture
+        ),
+        "Only models whose layers all have softmax attention are served.",
+    ),
+    Limit(
+        "model with multi-head latent attention",
+        lambda c: c.model_config.use_mla and c.model_config.architecture,
+        "Only models with multi-head or grouped-query attention are served.",
+    ),
+)
+
+REQUEST_LIMITS = (
+    Limit("prompt_logprob_token_ids", lambda p: p.prompt_logprob_token_ids is not None, _UNSET),
+)
+
+
+def check_engine(vllm_config: VllmConfig) -> None:
+    """Refuse an engine configuration that this version cannot serve.
+
+    Raises:
+        ConfigurationError: naming the first option that cannot be served, and its value.
+    """
+    for limit in ENGINE_LIMITS:
+        value = limit.value(vllm_config)
+        if value not in (None, False):
+            shown = "" if value is True else f" ({value})"
+            raise ConfigurationError(
+                f"{limit.option}{shown} is not supported on Neuron in this version. {limit.advice}",
+                name=limit.option,
+                value=value,
+            )
+
+
+def check_request(params: SamplingParams | PoolingParams) -> None:
+    """Refuse a request that the model runner cannot serve; vLLM answers it with HTTP 400.
+
+    Raises:
+        ValueError: naming the parameter.
+    """
+    from vllm.sampling_params import SamplingParams
+
+    if not isinstance(params, SamplingParams):
+        raise ValueError("Pooling requests are not supported on Neuron in this version.")
+    for limit in REQUEST_LIMITS:
+        value = limit.value(params)
+        if value not in (None, False):
+            raise ValueError(
+                f"{limit.option}={value} is not supported on Neuron in this version. {limit.advice}"
+            )

@@ -1,0 +1,335 @@
+"""The vLLM platform class: what vLLM asks the plugin while it starts and admits requests."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.platforms.interface import Platform, PlatformEnum
+
+from vllm_neuron import envs, optimization, route
+from vllm_neuron.device import Mode
+from vllm_neuron.errors import ConfigurationError
+from vllm_neuron.route import LogLine, Route
+from vllm_neuron.vllm import limits
+from vllm_neuron.vllm.config import parse_additional_config
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from vllm.config import VllmConfig
+    from vllm.inputs import EngineInput
+    from vllm.pooling_params import PoolingParams
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+__all__ = ["NeuronPlatform"]
+
+logger = logging.getLogger(__name__)
+
+_WORKER_CLASS = "vllm_neuron.vllm.worker.NeuronWorker"
+_ATTENTION_BACKEND = "vllm_neuron.vllm.attention.NeuronAttentionBackend"
+_V2_RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+
+# Tokens of one KV cache block when the user does not say (spec 8.3).
+DEFAULT_BLOCK_SIZE = 32
+# Bytes of memory that the emulated device claims. A constant, because defaults of vLLM and the
+# number of KV cache blocks depend on it, and both are part of the graphs.
+HOST_DEVICE_MEMORY = 16 << 30
+SUPPORTED_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+
+optimization.mark_default()
+
+
+def _replace_accelerator_calls() -> None:
+    """Make vLLM's unguarded `torch.accelerator` calls harmless where there is no accelerator.
+
+    torch raises "Cannot access accelerator device when none is available"; vLLM calls these in
+    the weight loader and when an engine shuts down. Here and not in the worker: the process of
+    the engine core, which never imports the worker, calls them too.
+    """
+    if not torch.accelerator.is_available():
+        torch.accelerator.empty_cache = lambda: None
+        torch.accelerator.empty_host_cache = lambda: None
+        torch.accelerator.synchronize = lambda *args, **kwargs: None
+
+
+_replace_accelerator_calls()
+
+
+def configure_logging() -> None:
+    """Show the plugin's log lines with vLLM's own handlers, format and level.
+
+    vLLM configures the logger tree `vllm` only; the plugin's loggers are called `vllm_neuron...`,
+    and become children of it. `VLLM_NEURON_LOG_LEVEL` sets their level; one below vLLM's needs
+    the handlers opened as well, which lets nothing else through: vLLM's own loggers keep theirs.
+    """
+    parent, own = logging.getLogger("vllm"), logging.getLogger("vllm_neuron")
+    own.parent = parent
+    name = os.environ.get("VLLM_NEURON_LOG_LEVEL", "").strip()
+    if name in envs.VARIABLES["VLLM_NEURON_LOG_LEVEL"].choices:
+        own.setLevel(name)
+        for handler in parent.handlers:
+            handler.setLevel(min(handler.level, own.level))
+
+
+configure_logging()
+
+
+class NeuronPlatform(Platform):
+    """AWS Neuron devices, and the modes that stand in for them on a machine without one."""
+
+    _enum = PlatformEnum.OOT
+    # vLLM makes torch devices of both names; the tensors that it handles are on the host.
+    device_name = "cpu"
+    device_type = "cpu"
+    dispatch_key = "CPU"
+    dist_backend = "gloo"
+    ray_device_key = "neuron_cores"
+    device_control_env_var = "NEURON_VISIBLE_DEVICES"
+    # vLLM compiles some small functions itself; "inductor" would run a C++ compiler for them.
+    simple_compile_backend = "eager"
+
+    @property
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """Model dtypes; the first stands in for an unsupported one under `--dtype auto`."""
+        return list(SUPPORTED_DTYPES)
+
+    @classmethod
+    def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
+        """Refuse a model dtype that graphs cannot have."""
+        if dtype not in SUPPORTED_DTYPES:
+            names = ", ".join(str(d).removeprefix("torch.") for d in SUPPORTED_DTYPES)
+            raise ConfigurationError(
+                f"--dtype {dtype} is not supported on Neuron; supported: {names}.",
+                name="--dtype",
+                value=str(dtype),
+            )
+
+    # --- device ----------------------------------------------------------------------------------
+
+    @classmethod
+    def get_device_name(cls, device_id: int = 0) -> str:
+        """The name for people."""
+        return "neuron"
+
+    @classmethod
+    def get_device_total_memory(cls, device_id: int = 0) -> int:
+        """Device memory in bytes."""
+        return HOST_DEVICE_MEMORY
+
+    @classmethod
+    def is_pin_memory_available(cls) -> bool:
+        """No: pinned memory belongs to a torch accelerator."""
+        return False
+
+    @classmethod
+    def inference_mode(cls) -> AbstractContextManager[Any]:
+        """The context that steps run in."""
+        return torch.no_grad()
+
+    @classmethod
+    def set_device(cls, device: torch.device) -> None:
+        """Nothing to select: the runtime addresses its devices itself."""
+
+    @classmethod
+    def manual_seed_all(cls, seed: int) -> None:
+        """Nothing to seed: sampling runs on the host."""
+
+    @classmethod
+    def import_kernels(cls) -> None:
+        """Nothing to import: vLLM's compiled kernels are not used."""
+
+    @classmethod
+    def support_hybrid_kv_cache(cls) -> bool:
+        """No: all layers share one kind of KV cache block."""
+        return False
+
+    @classmethod
+    def get_attn_backend_cls(
+        cls,
+        selected_backend: AttentionBackendEnum | None,
+        attn_selector_config: AttentionSelectorConfig,
+        num_heads: int | None = None,
+    ) -> str:
+        """The one attention backend.
+
+        Raises:
+            ConfigurationError: the user selected another one.
+        """
+        if selected_backend is not None and selected_backend.name != "CUSTOM":
+            raise ConfigurationError(
+                f"--attention-backend {selected_backend.name} is not available on Neuron, which "
+                "has one attention backend of its own. Unset it.",
+                name="--attention-backend",
+                value=selected_backend.name,
+            )
+        return _ATTENTION_BACKEND
+
+    # --- configuration ---------------------------------------------------------------------------
+
+    @classmethod
+    def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
+        """Called with the parser of each command, and without when a configuration is built.
+
+        Raises:
+            ConfigurationError: the settings of the start cannot be served.
+        """
+        if parser is not None:
+            optimization.mark_parser_default(parser)
+            return
+        _register_variables()
+        configure_logging()
+        start = optimization.starting()
+        if start is None:
+            return
+        _check_model_runner(start.record.settings)
+        if start.writes:
+            _write_start_lines(start.record)
+        _check_route(start.record.route)
+
+    @classmethod
+    def validate_environ(cls, hard_fail: bool) -> None:
+        """Name variables of vLLM and of the plugin that nobody reads, each once.
+
+        Raises:
+            ConfigurationError: there is one, and `--fail-on-environ-validation` is set.
+        """
+        import vllm.envs
+
+        unknown = envs.unknown_variables()
+        others = [
+            name
+            for name in sorted(os.environ)
+            if name.startswith("VLLM_")
+            and name not in vllm.envs.environment_variables
+            and name not in unknown
+            and not envs.is_service_variable(name)
+        ]
+        lines = [
+            f"Unknown environment variable {name}"
+            + (f": did you mean {close}?" if close else " has no effect.")
+            for name, close in unknown.items()
+        ]
+        # vLLM's own text for its own variables.
+        lines += [f"Unknown vLLM environment variable detected: {name}" for name in others]
+        if hard_fail and lines:
+            name = next(iter([*unknown, *others]))
+            raise ConfigurationError(lines[0], name=name, value=os.environ[name])
+        start = optimization.starting()
+        if start is None or start.writes:
+            route.write_lines(LogLine(logging.WARNING, line) for line in lines)
+
+    @classmethod
+    def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
+        """Runs before vLLM derives options from the optimization level; idempotent."""
+        from vllm.config import CompilationMode, CUDAGraphMode
+        from vllm.config.vllm import OptimizationLevel
+
+        start = optimization.starting()
+        if start is not None:
+            route.attach(vllm_config, start.record)
+            vllm_config.optimization_level = OptimizationLevel(start.record.route.level)
+        # The model runner compiles, vLLM must not.
+        compilation = vllm_config.compilation_config
+        compilation.mode = CompilationMode.NONE
+        compilation.cudagraph_mode = CUDAGraphMode.NONE
+        compilation.cudagraph_capture_sizes = []
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        """Settle and check the rest; idempotent, and vLLM passes configurations without a model.
+
+        Raises:
+            ConfigurationError: an option cannot be served.
+        """
+        if vllm_config.parallel_config.worker_cls == "auto":
+            vllm_config.parallel_config.worker_cls = _WORKER_CLASS
+        vllm_config.scheduler_config.async_scheduling = False
+        cache = vllm_config.cache_config
+        if not cache.user_specified_block_size:
+            cache.block_size = DEFAULT_BLOCK_SIZE
+        if vllm_config.model_config is None:
+            return
+        start = optimization.starting()
+        _, warnings = parse_additional_config(vllm_config.additional_config)
+        if start is not None and start.writes:
+            route.write_lines(LogLine(logging.WARNING, line) for line in warnings)
+        limits.check_engine(vllm_config)
+        if start is not None:
+            _settle_eager_mode(vllm_config, start.record.mode)
+
+    @classmethod
+    def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
+        """Nothing: `check_and_update_config` settled the block size, and buckets follow from it."""
+
+    # --- requests --------------------------------------------------------------------------------
+
+    @classmethod
+    def validate_request(
+        cls, processed_inputs: EngineInput, params: SamplingParams | PoolingParams
+    ) -> None:
+        """Refuse what the model runner cannot do; vLLM answers with HTTP 400."""
+        limits.check_request(params)
+
+
+def _register_variables() -> None:
+    """Tell vLLM the plugin's variables, so that it does not call them unknown."""
+    import vllm.envs
+
+    for name in envs.VARIABLES:
+        if name.startswith("VLLM_"):
+            vllm.envs.environment_variables.setdefault(name, lambda name=name: os.getenv(name))
+    # vLLM's second model runner is for Triton; it changes what the scheduler sends.
+    os.environ.setdefault(_V2_RUNNER_VARIABLE, "0")
+
+
+def _check_model_runner(settings: envs.Settings) -> None:
+    if settings[_V2_RUNNER_VARIABLE]:
+        raise ConfigurationError(
+            f"{_V2_RUNNER_VARIABLE}={os.environ[_V2_RUNNER_VARIABLE]} asks for vLLM's second model "
+            "runner, and Neuron has a model runner of its own. Unset it.",
+            name=_V2_RUNNER_VARIABLE,
+            value=os.environ[_V2_RUNNER_VARIABLE],
+        )
+
+
+def _write_start_lines(start: route.StartRecord) -> None:
+    route.write_lines(LogLine(logging.WARNING, text) for text in start.settings.notices)
+    route.write_lines(route.start_lines(start.route))
+    if start.mode is Mode.HOST:
+        logger.info(
+            "Neuron host emulator (VLLM_NEURON_DEVICE=host): NEFFs are built for and run by "
+            "XLA:CPU. Its speed says nothing about a Neuron device."
+        )
+
+
+def _check_route(record: route.RouteRecord) -> None:
+    """Stop where the route's lowering is missing; never run the other route instead."""
+    if record.route is Route.XLA:
+        raise ConfigurationError(
+            f"{route.BACKEND_VARIABLE}={record.raw_value} selects the XLA route, and the XLA "
+            "lowering (PyTorch/XLA to HLO) is not in this version of vllm-neuron. The server does "
+            f"not run another route instead. Unset {route.BACKEND_VARIABLE} or set it to "
+            "neuron_native for the native route.",
+            name=route.BACKEND_VARIABLE,
+            value=record.raw_value,
+        )
+
+
+def _settle_eager_mode(vllm_config: VllmConfig, mode: Mode) -> None:
+    """Eager execution is what CPU mode is, and nothing else is eager."""
+    model = vllm_config.model_config
+    if mode is Mode.CPU:
+        model.enforce_eager = True
+    elif model.enforce_eager:
+        raise ConfigurationError(
+            "Eager mode on Neuron is not yet supported. Unset --enforce-eager, or set "
+            "VLLM_NEURON_CPU_MODE=1 to run eagerly on the CPU.",
+            name="--enforce-eager",
+            value=True,
+        )

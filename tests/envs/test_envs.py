@@ -1,0 +1,254 @@
+"""Parsing of the environment: types, ranges, old names, unknown names, cache key classes."""
+
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+
+import vllm_neuron
+from vllm_neuron import envs
+from vllm_neuron.envs import Effect, KeyClass, read_settings
+from vllm_neuron.errors import ConfigurationError
+
+BOOLEAN = "VLLM_NEURON_CPU_MODE"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        *((text, True) for text in ("1", "true", "TRUE", "yes", "YES", "on", "On", " 1 ")),
+        *((text, False) for text in ("0", "false", "no", "off", "OFF", "", "  ")),
+    ],
+)
+def test_booleans(text, value):
+    assert read_settings({BOOLEAN: text})[BOOLEAN] is value
+
+
+@pytest.mark.parametrize("text", ["2", "maybe", "10", "-1", "y"])
+def test_a_word_that_is_no_boolean_is_an_error(text):
+    with pytest.raises(ConfigurationError) as caught:
+        read_settings({BOOLEAN: text})
+    assert str(caught.value) == (
+        f"{BOOLEAN}='{text}' is not valid: expected 0, 1, true, false, yes, no, on or off."
+    )
+    assert (caught.value.name, caught.value.value) == (BOOLEAN, text)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("NEURON_LIBTORCH_COMPILATION_TIMEOUT", "", 600),
+        ("NEURON_LIBTORCH_COMPILATION_TIMEOUT", "1800", 1800),
+        ("NEURON_LIBTORCH_PARALLEL_COMPILE_WORKERS", "", None),
+        ("NEURON_LIBTORCH_PARALLEL_COMPILE_WORKERS", "1", 1),
+        ("VLLM_NEURON_KV_GMU_BUDGET_CAP_FRACTION", "1", 1.0),
+        ("VLLM_NEURON_KV_GMU_BUDGET_CAP_FRACTION", "0.5", 0.5),
+        ("VLLM_NEURON_DEVICE", "", "auto"),
+        ("VLLM_NEURON_DEVICE", " host ", "host"),
+        ("TORCH_CACHING_PRECOMPILE", "", None),
+        ("TORCH_CACHING_PRECOMPILE", "0", False),
+        ("NEURON_CC_FLAGS", "--x=1", "--x=1"),
+        ("NEURON_COMPILED_ARTIFACTS", "~/a", Path("~/a").expanduser()),
+        ("VLLM_NEURON_BACKEND", "", ""),
+        ("VLLM_NEURON_BACKEND", " Neuron ", " Neuron "),
+    ],
+)
+def test_values(name, text, value):
+    assert read_settings({name: text})[name] == value
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("NEURON_LIBTORCH_COMPILATION_TIMEOUT", "0", "an integer above 0"),
+        ("NEURON_LIBTORCH_COMPILATION_TIMEOUT", "-5", "an integer above 0"),
+        ("NEURON_LIBTORCH_COMPILATION_TIMEOUT", "1.5", "an integer above 0"),
+        ("NEURON_LIBTORCH_PARALLEL_COMPILE_WORKERS", "0", "an integer above 0"),
+        ("NEURON_LIBTORCH_PARALLEL_COMPILE_WORKERS", "abc", "an integer above 0"),
+        ("VLLM_NEURON_KV_GMU_BUDGET_CAP_FRACTION", "0", "a number above 0 and at most 1"),
+        ("VLLM_NEURON_KV_GMU_BUDGET_CAP_FRACTION", "1.01", "a number above 0 and at most 1"),
+        ("VLLM_NEURON_KV_GMU_BUDGET_CAP_FRACTION", "nan", "a number above 0 and at most 1"),
+        ("VLLM_NEURON_DEVICE", "x", "auto, neuron or host"),
+        ("VLLM_NEURON_DEVICE", "HOST", "auto, neuron or host"),
+        ("NEURON_LOGICAL_NC_CONFIG", "3", "1 or 2"),
+    ],
+)
+def test_values_out_of_range_name_variable_and_value(name, text, expected):
+    with pytest.raises(ConfigurationError) as caught:
+        read_settings({name: text})
+    assert str(caught.value) == f"{name}='{text}' is not valid: expected {expected}."
+    assert (caught.value.name, caught.value.value) == (name, text)
+
+
+OLD, NEW = "VLLM_NEURON_COMPILATION_TIMEOUT", "NEURON_LIBTORCH_COMPILATION_TIMEOUT"
+
+
+@pytest.mark.parametrize(
+    "suffix",
+    [
+        "REMOTE_CACHE",
+        "DISABLE_COMPILE_CACHE",
+        "COMPILATION_TIMEOUT",
+        "PARALLEL_COMPILE_WORKERS",
+        "DISABLE_GRAPH_CAPTURE_BACKEND",
+        "ASSERT_CACHE_HIT",
+    ],
+)
+def test_each_old_name_is_an_alias(suffix):
+    old, new = f"VLLM_NEURON_{suffix}", f"NEURON_LIBTORCH_{suffix}"
+    settings = read_settings({old: "1"})
+    assert settings[new] == read_settings({new: "1"})[new]
+    assert f"{old} is the old name of {new}; please set {new}." in settings.notices
+
+
+def test_an_error_in_an_old_name_names_the_old_name():
+    with pytest.raises(ConfigurationError, match=f"^{OLD}='x' is not valid"):
+        read_settings({OLD: "x"})
+
+
+def test_the_new_name_wins_over_the_old_one():
+    settings = read_settings({OLD: "7", NEW: "8"})
+    assert settings[NEW] == 8
+    assert settings.notices[0] == (
+        f"{OLD}=7 is ignored: it is the old name of {NEW}, which is set to 8, and the new name "
+        "wins."
+    )
+    same = read_settings({OLD: "8", NEW: "8"})
+    assert same[NEW] == 8
+    assert same.notices[0] == f"{OLD} is the old name of {NEW}, which is set too; unset it."
+
+
+SAMPLES = {"bool": ("1", "0"), "int": ("3",), "float": ("0.5",), "path": ("/x",), "str": ("x",)}
+
+
+@pytest.mark.parametrize("row", envs.VARIABLES.values(), ids=lambda row: row.name)
+def test_every_variable_has_an_effect_or_a_warning(row):
+    samples = row.choices or SAMPLES[row.kind]
+    notices = set()
+    for text in samples:
+        notices.update(read_settings({row.name: text}).notices)
+    if row.effect in (Effect.LATER, Effect.NONE):
+        assert any(n.startswith(f"{row.name}=") and "has no effect" in n for n in notices)
+    else:
+        assert not notices
+
+
+def test_the_default_given_explicitly_is_no_reason_for_a_warning():
+    assert read_settings({NEW: "600", "VLLM_NEURON_DISABLE_WARMUP_COMPILE": "0"}).notices == ()
+
+
+def test_every_variable_that_the_product_reads_is_in_the_table():
+    """A variable that is not classed 'in key' or 'not in key' is how stale entries are served."""
+    package = Path(vllm_neuron.__file__).parent
+    pattern = re.compile(
+        r"(?:environ(?:\.get|\.setdefault|\.pop)?[\[(]|getenv\(|settings\[|settings\.get\()\s*"
+        r"[\"']([A-Z][A-Z0-9_]+)[\"']"
+    )
+    read = {
+        name for path in package.rglob("*.py") for name in pattern.findall(path.read_text("utf-8"))
+    }
+    assert read - set(envs.VARIABLES) <= {"XDG_CACHE_HOME"}
+    assert all(isinstance(row.key, KeyClass) for row in envs.VARIABLES.values())
+
+
+def test_key_factors_are_the_variables_in_key_and_nothing_else():
+    base = read_settings({}).key_factors()
+    assert set(base) == {r.name for r in envs.VARIABLES.values() if r.key is KeyClass.IN_KEY}
+    changed = read_settings({"VLLM_NEURON_SWITCH_CC": "yes", "VLLM_NEURON_LOG_LEVEL": "DEBUG"})
+    assert changed.key_factors() == base | {"VLLM_NEURON_SWITCH_CC": "True"}
+    same = read_settings({"VLLM_NEURON_SWITCH_CC": "on"})
+    assert same.key_factors() == changed.key_factors()
+
+
+def test_cache_directories():
+    assert read_settings({}).cache_root == Path("~/.cache/vllm").expanduser()
+    assert read_settings({"XDG_CACHE_HOME": "/xdg"}).cache_root == Path("/xdg/vllm")
+    settings = read_settings({"VLLM_CACHE_ROOT": "/root/of/caches"})
+    assert str(settings.precompile_directory) == "/root/of/caches/neuron/precompile"
+    assert str(settings.compile_cache_directory) == "/root/of/caches/neuron/compile_cache"
+
+
+def test_settings_are_frozen_and_survive_pickling():
+    settings = read_settings({NEW: "8"})
+    with pytest.raises(AttributeError):
+        settings.given = frozenset()
+    assert pickle.loads(pickle.dumps(settings)) == settings
+    assert set(settings) == set(envs.VARIABLES)
+
+
+def test_misspelt_names_get_the_closest_known_one():
+    environ = {
+        "VLLM_NEURON_BACKND": "x",
+        "VLLM_NEURON_COMPILATION_TIMEOUTS": "3",
+        "NEURON_LIBTORCH_REMOTE_CACH": "x",
+        "VLLM_NEURON_QQQQQQQQQQ": "x",
+        "VLLM_NEURON_BACKEND": "neuron",
+        OLD: "3",
+        "VLLM_CACHE_ROT": "vLLM's business",
+    }
+    assert envs.unknown_variables(environ) == {
+        "NEURON_LIBTORCH_REMOTE_CACH": "NEURON_LIBTORCH_REMOTE_CACHE",
+        "VLLM_NEURON_BACKND": "VLLM_NEURON_BACKEND",
+        "VLLM_NEURON_COMPILATION_TIMEOUTS": "NEURON_LIBTORCH_COMPILATION_TIMEOUT",
+        "VLLM_NEURON_QQQQQQQQQQ": None,
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "VLLM_NEURON_SVC_SERVICE_HOST",
+        "VLLM_NEURON_SVC_SERVICE_PORT",
+        "VLLM_NEURON_SVC_SERVICE_PORT_HTTP",
+        "VLLM_NEURON_SVC_PORT",
+        "VLLM_NEURON_SVC_PORT_8000_TCP",
+        "VLLM_NEURON_SVC_PORT_8000_TCP_PROTO",
+        "VLLM_NEURON_SVC_PORT_8000_TCP_PORT",
+        "VLLM_NEURON_SVC_PORT_8000_TCP_ADDR",
+    ],
+)
+def test_variables_of_a_kubernetes_service_are_ignored(name):
+    assert envs.is_service_variable(name)
+    assert envs.unknown_variables({name: "tcp://10.0.0.1:8000"}) == {}
+
+
+def test_own_variables_are_not_taken_for_service_variables():
+    assert [name for name in envs.VARIABLES if envs.is_service_variable(name)] == []
+
+
+@pytest.mark.parametrize(
+    ("value", "name", "native"),
+    [
+        (None, "neuron_native", True),
+        ("neuron", "neuron_native", True),
+        ("vllm_neuron ", "vllm_neuron", False),
+        ("xla", "neuron_native", True),
+    ],
+)
+def test_compile_backend_name_before_any_start(monkeypatch, value, name, native):
+    monkeypatch.setattr("vllm_neuron.route._current", None)
+    monkeypatch.delenv("VLLM_NEURON_BACKEND", raising=False)
+    if value is not None:
+        monkeypatch.setenv("VLLM_NEURON_BACKEND", value)
+    assert envs.get_compile_backend_name() == name
+    assert envs.is_native_backend() is native
+
+
+def test_the_record_of_the_start_wins_over_a_changed_variable(monkeypatch):
+    from vllm_neuron import route
+
+    record = route.resolve(
+        "vllm_neuron",
+        explicit_level=None,
+        level_origin="default",
+        cpu_mode=False,
+        torch_caching=None,
+        precompile_directory="",
+    )
+    settings = read_settings({"VLLM_CACHE_ROOT": "/of/the/start"})
+    monkeypatch.setattr(route, "_current", route.StartRecord(record, settings, mode=None))
+    monkeypatch.setenv("VLLM_NEURON_BACKEND", "neuron_native")
+    monkeypatch.setenv("VLLM_CACHE_ROOT", "/of/later")
+    assert envs.get_compile_backend_name() == "vllm_neuron"
+    assert envs.get_neuron_compile_cache_dir() == "/of/the/start/neuron/compile_cache"
