@@ -2,6 +2,8 @@
 
 use pyo3::prelude::*;
 
+mod buffer;
+mod error;
 mod key;
 mod neff;
 mod store;
