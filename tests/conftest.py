@@ -1,8 +1,15 @@
-"""Fixtures for all tests: a clean environment, tiny checkpoints."""
+"""Fixtures for all tests: a clean environment, tiny checkpoints, real servers."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
 
 # Before anything imports torch, transformers or vllm: they read these once.
 os.environ.update(
@@ -12,3 +19,29 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
 )
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return the folder of a tiny checkpoint by its architecture, see `tests.models`."""
+    from tests import models
+
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return cache(lambda architecture: models.build(architecture, folder / architecture))
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Return a function that starts a `tests.serving.Server` and returns it once it is ready.
+
+    All servers of one test share one cache root unless they name another.
+    """
+    from tests.serving import Server
+
+    with ExitStack() as servers:
+
+        def start(model: Path, **options: Any) -> Server:
+            options = {"cache_root": tmp_path / "cache", "folder": tmp_path, **options}
+            return servers.enter_context(Server(model, **options))
+
+        yield start
