@@ -23,6 +23,7 @@ from importlib.abc import MetaPathFinder
 from typing import TYPE_CHECKING, Any
 
 from vllm_neuron import device, envs, route
+from vllm_neuron.compiler.arguments import HOST_TARGET, compiler_arguments
 from vllm_neuron.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -198,18 +199,20 @@ def _begin(engine_args: EngineArgs) -> StartInProgress:
     settings = envs.read_settings()
     mode = device.resolve_mode(settings, device.neuron_devices())
     level, origin = _explicit_level(engine_args)
-    record = route.StartRecord(
-        route=route.resolve(
-            settings[route.BACKEND_VARIABLE],
-            explicit_level=level,
-            level_origin=origin,
-            cpu_mode=mode is device.Mode.CPU,
-            torch_caching=settings["TORCH_CACHING_PRECOMPILE"],
-            precompile_directory=str(settings.precompile_directory),
-        ),
-        settings=settings,
-        mode=mode,
+    decision = route.resolve(
+        settings[route.BACKEND_VARIABLE],
+        explicit_level=level,
+        level_origin=origin,
+        cpu_mode=mode is device.Mode.CPU,
+        torch_caching=settings["TORCH_CACHING_PRECOMPILE"],
+        precompile_directory=str(settings.precompile_directory),
     )
+    arguments = None
+    if mode is device.Mode.HOST:
+        arguments = compiler_arguments(
+            decision.level, extra=settings["NEURON_CC_FLAGS"], target=HOST_TARGET
+        )
+    record = route.StartRecord(decision, settings, mode, arguments)
     setattr(engine_args, _BEGUN, (id(engine_args), record))
     is_api_process = engine_args._api_process_count > 1 and engine_args._api_process_rank >= 0
     return StartInProgress(record, writes=not is_api_process)

@@ -17,6 +17,7 @@ from vllm_neuron.errors import ConfigurationError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from vllm_neuron.compiler.arguments import CompilerArguments
     from vllm_neuron.device import Mode
     from vllm_neuron.envs import Settings
 
@@ -28,8 +29,9 @@ __all__ = [
     "Route",
     "RouteRecord",
     "StartRecord",
-    "attach",
     "adopt",
+    "attach",
+    "compiler_lines",
     "current",
     "record_of",
     "resolve",
@@ -98,11 +100,19 @@ class RouteRecord:
 
 @dataclass(frozen=True, slots=True)
 class StartRecord:
-    """All that was decided while the engine configuration of one start was built."""
+    """All that was decided while the engine configuration of one start was built.
+
+    Attributes:
+        route: the route, the level and the state of the Precompile Cache.
+        settings: the parsed environment variables.
+        mode: how steps are executed.
+        compiler_arguments: the merged compiler arguments; None in a mode without compiler.
+    """
 
     route: RouteRecord
     settings: Settings
     mode: Mode
+    compiler_arguments: CompilerArguments | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +233,13 @@ def start_lines(record: RouteRecord) -> list[LogLine]:
             )
         )
     return lines
+
+
+def compiler_lines(arguments: CompilerArguments) -> list[LogLine]:
+    """The lines that a start writes about its compiler arguments, in order."""
+    lines = [LogLine(logging.WARNING, text) for text in arguments.warnings]
+    lines += [LogLine(logging.INFO, text) for text in arguments.notices]
+    return [*lines, LogLine(logging.INFO, arguments.describe())]
 
 
 def write_lines(lines: Iterable[LogLine]) -> None:

@@ -247,7 +247,7 @@ def test_the_record_of_the_start_wins_over_a_changed_variable(monkeypatch):
         precompile_directory="",
     )
     settings = read_settings({"VLLM_CACHE_ROOT": "/of/the/start"})
-    monkeypatch.setattr(route, "_current", route.StartRecord(record, settings, mode=None))
+    monkeypatch.setattr(route, "_current", route.StartRecord(record, settings, None, None))
     monkeypatch.setenv("VLLM_NEURON_BACKEND", "neuron_native")
     monkeypatch.setenv("VLLM_CACHE_ROOT", "/of/later")
     assert envs.get_compile_backend_name() == "vllm_neuron"

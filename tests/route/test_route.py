@@ -166,7 +166,7 @@ def test_a_configuration_without_a_record_is_refused():
 
 
 def test_the_attached_start_is_the_one_of_the_process():
-    start = route.StartRecord(resolve("neuron"), settings=None, mode=None)
+    start = route.StartRecord(resolve("neuron"), None, None, None)
     config = SimpleNamespace(device_config=SimpleNamespace())
     route.attach(config, start)
     assert route.start_of(config) is start

@@ -14,6 +14,7 @@ from vllm_neuron.device import Mode
 from vllm_neuron.errors import ConfigurationError
 from vllm_neuron.route import LogLine, Route
 from vllm_neuron.vllm import limits
+from vllm_neuron.vllm.buckets import resolve_buckets
 from vllm_neuron.vllm.config import parse_additional_config
 
 if TYPE_CHECKING:
@@ -256,12 +257,21 @@ class NeuronPlatform(Platform):
         if vllm_config.model_config is None:
             return
         start = optimization.starting()
-        _, warnings = parse_additional_config(vllm_config.additional_config)
+        neuron_config, warnings = parse_additional_config(vllm_config.additional_config)
         if start is not None and start.writes:
             route.write_lines(LogLine(logging.WARNING, line) for line in warnings)
         limits.check_engine(vllm_config)
         if start is not None:
             _settle_eager_mode(vllm_config, start.record.mode)
+        # For its errors: the worker resolves the buckets that it compiles.
+        resolve_buckets(
+            max_model_len=vllm_config.model_config.max_model_len,
+            max_num_batched_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+            max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
+            block_size=cache.block_size,
+            neuron_config=neuron_config,
+            dcp_size=vllm_config.parallel_config.decode_context_parallel_size,
+        )
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
@@ -301,6 +311,8 @@ def _check_model_runner(settings: envs.Settings) -> None:
 def _write_start_lines(start: route.StartRecord) -> None:
     route.write_lines(LogLine(logging.WARNING, text) for text in start.settings.notices)
     route.write_lines(route.start_lines(start.route))
+    if start.compiler_arguments is not None:
+        route.write_lines(route.compiler_lines(start.compiler_arguments))
     if start.mode is Mode.HOST:
         logger.info(
             "Neuron host emulator (VLLM_NEURON_DEVICE=host): NEFFs are built for and run by "
