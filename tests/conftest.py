@@ -30,6 +30,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return cache(lambda architecture: models.build(architecture, folder / architecture))
 
 
+@pytest.fixture(scope="session")
+def starts(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Yield a `tests.starts.Starts`: engine configurations of the real vLLM, quickly."""
+    from tests.starts import Starts
+
+    folder = tmp_path_factory.mktemp("starts")
+    model = checkpoint("llama")
+    with Starts(model, first_import="vllm.engine.arg_utils", folder=folder) as child:
+        yield child
+
+
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """Return a function that starts a `tests.serving.Server` and returns it once it is ready.

@@ -10,6 +10,7 @@ travel with the engine configuration (`vllm_neuron.route.StartRecord`).
 from __future__ import annotations
 
 import difflib
+import getpass
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -205,12 +206,14 @@ class Settings(Mapping[str, Value]):
     Attributes:
         by_name: parsed value by variable name.
         given: names of the variables that were set to something.
-        notices: WARNING lines about old names and about variables without effect.
+        notices: WARNING lines about old names, variables without effect and a moved cache.
+        compile_cache_directory: directory of the compilation cache.
     """
 
     by_name: dict[str, Value]
     given: frozenset[str]
     notices: tuple[str, ...]
+    compile_cache_directory: Path
 
     def __getitem__(self, name: str) -> Any:
         return self.by_name[name]
@@ -231,19 +234,20 @@ class Settings(Mapping[str, Value]):
         """Directory of the Precompile Cache."""
         return self.cache_root / "neuron" / "precompile"
 
-    @property
-    def compile_cache_directory(self) -> Path:
-        """Directory of the compilation cache."""
-        return self.cache_root / "neuron" / "compile_cache"
-
     def key_factors(self) -> dict[str, str]:
         """Variables that enter cache keys under their own name, as canonical text."""
         rows = (VARIABLES[name] for name in sorted(self.by_name))
         return {row.name: str(self.by_name[row.name]) for row in rows if row.key is _IN_KEY}
 
 
-def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
+def read_settings(
+    environ: Mapping[str, str] = os.environ, *, mounts: Path = Path("/proc/self/mounts")
+) -> Settings:
     """Parse every variable of the table once.
+
+    Args:
+        environ: the environment.
+        mounts: the table of mounted file systems (proc(5)), to tell a home directory on NFS.
 
     Raises:
         ConfigurationError: a value cannot be parsed or is out of range.
@@ -263,11 +267,37 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
             notice = _notice(row, source, text)
             if notice is not None:
                 notices.append(notice)
-    if values["VLLM_CACHE_ROOT"] is None:
+    root = values["VLLM_CACHE_ROOT"]
+    moved = None
+    if root is None:
         # As vLLM has it (vllm.envs.get_default_cache_root).
         base = environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-        values["VLLM_CACHE_ROOT"] = Path(base) / "vllm"
-    return Settings(values, frozenset(given), tuple(notices))
+        root = values["VLLM_CACHE_ROOT"] = Path(base) / "vllm"
+        if _is_nfs(root, mounts):
+            moved = Path(f"/tmp/vllm_neuron_wdir_{getpass.getuser()}")
+            notices.append(
+                f"{root} is on NFS, where file locks may not work: the compilation cache moves to "
+                f"{moved}, which may not survive a reboot. Set VLLM_CACHE_ROOT to choose its place."
+            )
+    compile_cache = (moved or root) / "neuron" / "compile_cache"
+    return Settings(values, frozenset(given), tuple(notices), compile_cache)
+
+
+def _is_nfs(path: Path, mounts: Path) -> bool:
+    """Whether `path`, or what will hold it, is on an NFS mount."""
+    try:
+        lines = mounts.read_text(errors="replace").splitlines()
+    except OSError:
+        # No /proc: the mount cannot be told.
+        return False
+    path = path.resolve()
+    types = {}
+    for line in lines:
+        _, place, kind, *_ = line.split(" ")
+        # Blanks and backslashes stand as octal escapes in this table (proc(5)).
+        types[re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), place)] = kind
+    holder = next((str(p) for p in (path, *path.parents) if str(p) in types), None)
+    return holder is not None and types[holder].startswith("nfs")
 
 
 def _text_of(

@@ -169,6 +169,38 @@ def test_cache_directories():
     assert str(settings.compile_cache_directory) == "/root/of/caches/neuron/compile_cache"
 
 
+@pytest.mark.parametrize(
+    ("mounts", "is_nfs"),
+    [
+        ("/dev/sda / ext4 rw 0 0\n", False),
+        ("/dev/sda / ext4 rw 0 0\nhost:/home {home} nfs4 rw 0 0\n", True),
+        ("host:/root / nfs rw 0 0\n/dev/sdb {home} xfs rw 0 0\n", False),
+        ("host:/root / nfs rw 0 0\n", True),
+        ("", False),
+    ],
+)
+def test_a_cache_root_on_nfs_moves_the_compilation_cache(monkeypatch, tmp_path, mounts, is_nfs):
+    home = tmp_path / "a home"
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("LOGNAME", "ada")
+    table = tmp_path / "mounts"
+    table.write_text(mounts.format(home=str(home).replace(" ", r"\040")))
+    settings = read_settings({}, mounts=table)
+    assert settings.precompile_directory == home / ".cache/vllm/neuron/precompile"
+    if is_nfs:
+        moved = Path("/tmp/vllm_neuron_wdir_ada/neuron/compile_cache")
+        assert settings.compile_cache_directory == moved
+        (notice,) = settings.notices
+        assert "is on NFS" in notice
+        assert "VLLM_CACHE_ROOT" in notice
+    else:
+        here = home / ".cache/vllm/neuron/compile_cache"
+        assert (settings.compile_cache_directory, settings.notices) == (here, ())
+    given = read_settings({"VLLM_CACHE_ROOT": str(home / "x")}, mounts=table)
+    assert given.compile_cache_directory == home / "x/neuron/compile_cache"
+    assert given.notices == ()
+
+
 def test_settings_are_frozen_and_survive_pickling():
     settings = read_settings({NEW: "8"})
     with pytest.raises(AttributeError):

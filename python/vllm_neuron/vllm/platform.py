@@ -62,6 +62,21 @@ def _replace_accelerator_calls() -> None:
 _replace_accelerator_calls()
 
 
+def _keep_torch_precompile_off() -> None:
+    """Keep PyTorch's own precompile cache off whatever `TORCH_CACHING_PRECOMPILE` says.
+
+    It stores pickles, and its keys leave out most of what a graph depends on. torch reads the
+    variable when Dynamo is imported, which a process without the variable need not do here.
+    """
+    if os.environ.get("TORCH_CACHING_PRECOMPILE", "").strip():
+        from torch._dynamo import config
+
+        config.caching_precompile = False
+
+
+_keep_torch_precompile_off()
+
+
 def configure_logging() -> None:
     """Show the plugin's log lines with vLLM's own handlers, format and level.
 
@@ -140,6 +155,11 @@ class NeuronPlatform(Platform):
     @classmethod
     def manual_seed_all(cls, seed: int) -> None:
         """Nothing to seed: sampling runs on the host."""
+
+    @classmethod
+    def get_compile_backend(cls) -> str:
+        """The `torch.compile` backend of the model; the model runner compiles, not vLLM."""
+        return envs.get_compile_backend_name()
 
     @classmethod
     def import_kernels(cls) -> None:
