@@ -146,9 +146,9 @@ _ROWS = (
     # Tracing and warm-up.
     Variable("VLLM_NEURON_PARALLEL_TRACE_WORKERS", "int", 8, _LATER, _NOT, "processes that trace", above=0),
     Variable("VLLM_NEURON_DISABLE_PARALLEL_TRACE", "bool", False, _LATER, _NOT, "trace in one process"),
-    Variable("VLLM_NEURON_SKIP_PREFILL_WARMUP", "bool", False, _LATER, _NOT, "skip the prefill graphs"),
-    Variable("VLLM_NEURON_SKIP_DECODE_WARMUP", "bool", False, _LATER, _NOT, "skip the decode graphs"),
-    Variable("VLLM_NEURON_SKIP_PREFILL_DECODE_WARMUP", "bool", False, _LATER, _NOT, "skip both"),
+    Variable("VLLM_NEURON_SKIP_PREFILL_WARMUP", "bool", False, _ACTS, _NOT, "skip the prefill graphs"),
+    Variable("VLLM_NEURON_SKIP_DECODE_WARMUP", "bool", False, _ACTS, _NOT, "skip the decode graphs"),
+    Variable("VLLM_NEURON_SKIP_PREFILL_DECODE_WARMUP", "bool", False, _ACTS, _NOT, "skip both"),
     Variable("VLLM_NEURON_SKIP_ENCODER_WARMUP", "bool", False, _LATER, _NOT, "skip the encoder graphs"),
     # Memory, runtime, logging, metrics.
     Variable("VLLM_NEURON_LOG_LEVEL", "choice", "INFO", _ACTS, _NOT, "log level of the plugin", choices=("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")),

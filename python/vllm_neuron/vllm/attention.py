@@ -1,0 +1,254 @@
+"""Attention over a paged KV cache in plain tensor operations of static shape.
+
+Every layer of a step shares one `NeuronAttentionMetadata`, built once from the step's arguments, so
+that a layer adds only what depends on its own query, key and value.
+
+Invariants:
+    * Padding writes to slot 0 only. Block 0 is vLLM's null block, which no request ever owns.
+      Slot -1 would not do: eager PyTorch wraps it to the last row of the cache, StableHLO drops it.
+    * A padded or stale row of the gathered cache contributes exactly nothing, whatever it holds:
+      its score is replaced before the softmax and its value is zeroed (0 * NaN would be NaN).
+    * Every query sees at least position 0, so no softmax row is empty.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+)
+
+from vllm_neuron.errors import ConfigurationError
+
+__all__ = ["NeuronAttention", "NeuronAttentionBackend", "NeuronAttentionMetadata"]
+
+KVCache = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass
+class NeuronAttentionMetadata(AttentionMetadata):
+    """What every attention layer of one step needs.
+
+    Attributes:
+        batch: sequences B.
+        query_len: query tokens per sequence Q.
+        slots: cache row each token is written to, (B * Q,) int64; block * block_size + offset.
+        blocks: block tables in one row, (B * N,) int64 for N blocks per sequence.
+        visible: by sliding window in tokens (None: full attention), which keys a query sees,
+            (B, 1, Q, S) bool for S = N * block_size.
+        live: which gathered rows any query of the sequence may see, (B, S, 1, 1) bool.
+        kv_caches: by layer name, key and value cache, each
+            (num_blocks, block_size, kv_heads, head_dim).
+    """
+
+    batch: int
+    query_len: int
+    slots: torch.Tensor
+    blocks: torch.Tensor
+    visible: dict[int | None, torch.Tensor]
+    live: torch.Tensor
+    kv_caches: dict[str, KVCache]
+
+    @staticmethod
+    def build(
+        *,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        block_tables: torch.Tensor,
+        kv_caches: dict[str, KVCache],
+        block_size: int,
+        windows: tuple[int | None, ...],
+    ) -> NeuronAttentionMetadata:
+        """Computes the parts that are the same in all layers.
+
+        Args:
+            positions: position of each token in its sequence, (B * Q,) int64; 0 for padding.
+            slots: as the attribute.
+            block_tables: blocks of each sequence, (B, N) int64; 0 beyond its end.
+            kv_caches: as the attribute.
+            block_size: tokens per block.
+            windows: the distinct sliding windows of the model's layers.
+        """
+        batch, num_blocks = block_tables.shape
+        query_len = positions.shape[0] // batch
+        keys = torch.arange(num_blocks * block_size, device=positions.device)
+        rows = positions.view(batch, 1, query_len, 1)
+        causal = keys <= rows
+        visible = {
+            window: causal if window is None else causal & (keys > rows - window)
+            for window in windows
+        }
+        last = positions.view(batch, query_len).amax(dim=1)
+        return NeuronAttentionMetadata(
+            batch=batch,
+            query_len=query_len,
+            slots=slots,
+            blocks=block_tables.reshape(-1),
+            visible=visible,
+            live=(keys <= last.view(batch, 1)).view(batch, -1, 1, 1),
+            kv_caches=kv_caches,
+        )
+
+
+class NeuronAttentionMetadataBuilder(AttentionMetadataBuilder):
+    """Required by the backend interface; the step module builds the metadata inside the graph."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def build(self, *args: Any, **kwargs: Any) -> NeuronAttentionMetadata:
+        """Raises: NotImplementedError: always."""
+        raise NotImplementedError("DecoderStep builds NeuronAttentionMetadata inside the graph")
+
+
+class NeuronAttentionBackend(AttentionBackend):
+    """The attention backend that `NeuronPlatform.get_attn_backend_cls` names."""
+
+    supported_dtypes = [torch.float32, torch.bfloat16, torch.float16]  # noqa: RUF012 - vLLM's form
+
+    @staticmethod
+    def get_name() -> str:
+        """Returns a member of vLLM's AttentionBackendEnum: the one for backends outside of it."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[NeuronAttention]:
+        """Returns the class each attention layer instantiates."""
+        return NeuronAttention
+
+    @staticmethod
+    def get_builder_cls() -> type[NeuronAttentionMetadataBuilder]:
+        """Returns the (unused) metadata builder class."""
+        return NeuronAttentionMetadataBuilder
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """Returns True: a window is one more comparison in the mask."""
+        return True
+
+
+class NeuronAttention(AttentionImpl[NeuronAttentionMetadata]):
+    """Grouped-query attention of one decoder layer.
+
+    Raises:
+        ConfigurationError: at model load, for a kind of attention that is not implemented.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        **extra: Any,
+    ) -> None:
+        unknown = sorted(name for name, value in extra.items() if value is not None)
+        for feature, present in (
+            ("ALiBi", alibi_slopes is not None),
+            (f"attention type {attn_type}", attn_type != AttentionType.DECODER),
+            ("a KV cache shared between layers", kv_sharing_target_layer_name is not None),
+            (f"KV cache dtype {kv_cache_dtype}", kv_cache_dtype.startswith(("fp8", "int", "nvfp"))),
+            (f"attention with {', '.join(unknown)}", bool(unknown)),
+        ):
+            if present:
+                raise ConfigurationError(
+                    f"This model cannot be served on Neuron: {feature} is not implemented in the "
+                    f"plugin's attention backend. Choose another model or setting.",
+                    name="model",
+                    value=feature,
+                )
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.window = sliding_window
+        self.soft_cap = logits_soft_cap or None
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: NeuronAttentionMetadata,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Writes key and value to the cache and attends over each sequence's blocks.
+
+        Args:
+            layer: the attention layer; its name selects the cache.
+            query: (B * Q, heads, head_dim).
+            key: (B * Q, kv_heads, head_dim).
+            value: (B * Q, kv_heads, value_dim).
+            kv_cache: vLLM's attribute of the layer; unused, the caches are step arguments.
+            attn_metadata: the step's metadata.
+            output: (B * Q, heads, value_dim), written in place.
+            output_scale: scale of a quantised output; must be None.
+            output_block_scale: likewise.
+
+        Returns:
+            `output`.
+        """
+        step = attn_metadata
+        key_cache, value_cache = step.kv_caches[layer.layer_name]
+        _write(key_cache, step.slots, key)
+        _write(value_cache, step.slots, value)
+        keys = _gather(key_cache, step)
+        values = torch.where(step.live, _gather(value_cache, step), 0)
+
+        batch, query_len, kv_heads = step.batch, step.query_len, self.num_kv_heads
+        group = self.num_heads // kv_heads
+        context = keys.shape[1]
+        # The query heads of one KV head are rows of one product: (B * kv_heads, group * Q, D).
+        queries = (
+            (query.float() * self.scale)
+            .view(batch, query_len, kv_heads, group, self.head_size)
+            .permute(0, 2, 3, 1, 4)
+            .reshape(batch * kv_heads, group * query_len, self.head_size)
+        )
+        keys = keys.permute(0, 2, 3, 1).reshape(batch * kv_heads, self.head_size, context)
+        scores = torch.bmm(queries, keys.float())
+        if self.soft_cap is not None:
+            scores = torch.tanh(scores / self.soft_cap) * self.soft_cap
+        scores = scores.view(batch, self.num_heads, query_len, context)
+        scores = torch.where(step.visible[self.window], scores, float("-inf"))
+        weights = torch.softmax(scores, dim=-1).to(values.dtype)
+
+        value_dim = values.shape[-1]
+        values = values.permute(0, 2, 1, 3).reshape(batch * kv_heads, context, value_dim)
+        attended = torch.bmm(weights.view(batch * kv_heads, group * query_len, context), values)
+        attended = (
+            attended.view(batch, kv_heads, group, query_len, value_dim)
+            .permute(0, 3, 1, 2, 4)
+            .reshape(batch * query_len, self.num_heads, value_dim)
+        )
+        output.copy_(attended)
+        return output
+
+
+def _write(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
+    """Stores `rows` (T, heads, dim) at `slots` (T,) of a paged cache, in place."""
+    cache.view(-1, *rows.shape[1:]).index_copy_(0, slots, rows.to(cache.dtype))
+
+
+def _gather(cache: torch.Tensor, step: NeuronAttentionMetadata) -> torch.Tensor:
+    """Returns each sequence's rows of a paged cache in order, (B, S, heads, dim)."""
+    rows = cache.index_select(0, step.blocks)
+    return rows.view(step.batch, -1, *cache.shape[2:])

@@ -1,0 +1,81 @@
+"""Where the buckets of a model run: as compiled graphs on a runtime, or eagerly on the CPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+from vllm_neuron.device import Mode
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_neuron.route import StartRecord
+
+__all__ = ["EagerExecution", "Execution", "KVCacheShape", "make_execution"]
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheShape:
+    """Key and value cache of one layer.
+
+    Attributes:
+        key: (num_blocks, block_size, kv_heads, head_dim).
+        value: (num_blocks, block_size, kv_heads, value_dim).
+        dtype: of both.
+    """
+
+    key: tuple[int, ...]
+    value: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Execution(Protocol):
+    """How the model runner gets KV caches and runs a bucket."""
+
+    compiled: bool
+
+    def allocate_kv_caches(self, shapes: Sequence[KVCacheShape]) -> Any:
+        """Allocates the caches; returns what each step call passes as `kv_caches`."""
+
+    def build(self, steps: Mapping[str, tuple[torch.nn.Module, tuple]]) -> dict[str, Callable]:
+        """Makes every bucket callable.
+
+        Args:
+            steps: step module and its arguments, by bucket name.
+        """
+
+
+class EagerExecution:
+    """`VLLM_NEURON_CPU_MODE=1`: the step modules themselves, on torch tensors."""
+
+    compiled = False
+
+    def allocate_kv_caches(self, shapes: Sequence[KVCacheShape]) -> Any:
+        """Returns zeroed torch tensors."""
+        return [
+            (_zeros(shape.key, shape.dtype), _zeros(shape.value, shape.dtype)) for shape in shapes
+        ]
+
+    def build(self, steps: Mapping[str, tuple[torch.nn.Module, tuple]]) -> dict[str, Callable]:
+        """Returns the step modules."""
+        return {bucket: step for bucket, (step, _) in steps.items()}
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Returns zeros whose memory the system provides only when it is first written."""
+    # torch.zeros() writes all of it.
+    data = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(data).view(dtype).view(shape)
+
+
+def make_execution(vllm_config: VllmConfig, start: StartRecord) -> Execution:
+    """Returns the execution that a start's mode asks for."""
+    if start.mode is Mode.CPU:
+        return EagerExecution()
+    raise NotImplementedError

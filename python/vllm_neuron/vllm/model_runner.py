@@ -1,0 +1,377 @@
+"""Turns each SchedulerOutput into calls of static-shape buckets, and their logits into tokens."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import vllm.envs as vllm_envs
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.model_loader import get_model
+from vllm.utils.math_utils import cdiv
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsTensors, ModelRunnerOutput
+from vllm.v1.structured_output.utils import apply_grammar_bitmask
+
+from vllm_neuron.errors import ConfigurationError, ExecutionError
+from vllm_neuron.vllm.attention import NeuronAttention
+from vllm_neuron.vllm.buckets import Buckets, decode_label, prefill_label
+from vllm_neuron.vllm.execution import Execution, KVCacheShape
+from vllm_neuron.vllm.prompt_logprobs import PromptLogprobs
+from vllm_neuron.vllm.requests import RequestTable
+from vllm_neuron.vllm.sampling import HostSampler
+from vllm_neuron.vllm.step import DecoderStep
+from vllm_neuron.vllm.step_inputs import StepInputs
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+
+__all__ = ["NeuronModelRunner"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class PendingStep:
+    """A step between execute_model and sample_tokens.
+
+    Attributes:
+        scheduler_output: what the scheduler asked for.
+        logits: (requests of the batch, vocabulary) float32.
+        partial: batch rows whose prompt is not complete yet: nothing is sampled for them.
+        prompt_logprobs: completed prompt logprobs by request.
+    """
+
+    scheduler_output: SchedulerOutput
+    logits: torch.Tensor
+    partial: list[int]
+    prompt_logprobs: dict[str, LogprobsTensors] = field(default_factory=dict)
+
+
+class NeuronModelRunner:
+    """Runs one rank's model.
+
+    Args:
+        vllm_config: the engine's configuration.
+        buckets: the shapes to have graphs for.
+        execution: runs them.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, buckets: Buckets, execution: Execution) -> None:
+        self.vllm_config = vllm_config
+        self.model_config = vllm_config.model_config
+        self.buckets = buckets
+        self.execution = execution
+        self.sampler = HostSampler(logprobs_mode=self.model_config.logprobs_mode)
+        self.graphs: dict[str, Callable] = {}
+        self._inputs: dict[str, StepInputs] = {}
+        self._pending: PendingStep | None = None
+
+    # Start-up, in call order.
+
+    def load_model(self) -> None:
+        """Loads vLLM's model and checks that every layer can be served.
+
+        Raises:
+            ConfigurationError: the model has a kind of layer the plugin does not implement.
+        """
+        # Registers the plugin's mixture-of-experts layers, which get_model() then instantiates.
+        import vllm_neuron.vllm.moe  # noqa: F401
+
+        self.model = get_model(vllm_config=self.vllm_config).eval()
+        self.layers = get_layers_from_vllm_config(self.vllm_config, Attention)
+        with_cache = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
+        for name, layer in with_cache.items():
+            if name not in self.layers or not isinstance(layer.impl, NeuronAttention):
+                raise ConfigurationError(
+                    f"This model cannot be served on Neuron: layer {name} "
+                    f"({type(layer).__name__}) is not implemented in the plugin.",
+                    name="model",
+                    value=type(layer).__name__,
+                )
+
+    def model_bytes(self) -> int:
+        """Returns the bytes of the distinct parameters and buffers of the model."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        return sum(storages.values())
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """Returns the cache each layer needs; all layers share one block table."""
+        block_size = self.vllm_config.cache_config.block_size
+        return {
+            name: FullAttentionSpec(
+                block_size=block_size,
+                num_kv_heads=layer.num_kv_heads,
+                head_size=layer.head_size,
+                head_size_v=layer.head_size_v,
+                dtype=layer.kv_cache_torch_dtype,
+            )
+            for name, layer in self.layers.items()
+        }
+
+    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
+        """Allocates the KV caches and the request table.
+
+        Args:
+            kv_cache_config: vLLM's decision; only the number of blocks is free.
+        """
+        self.block_size = self.vllm_config.cache_config.block_size
+        self.max_blocks = cdiv(self.model_config.max_model_len, self.block_size)
+        pages = (kv_cache_config.num_blocks, self.block_size)
+        self.kv_caches = self.execution.allocate_kv_caches(
+            [
+                KVCacheShape(
+                    key=(*pages, layer.num_kv_heads, layer.head_size),
+                    value=(*pages, layer.num_kv_heads, layer.head_size_v),
+                    dtype=layer.kv_cache_torch_dtype,
+                )
+                for layer in self.layers.values()
+            ]
+        )
+        self.table = RequestTable(
+            self.vllm_config, block_size=self.block_size, max_blocks=self.max_blocks
+        )
+        self.prompt_logprobs = PromptLogprobs(
+            self.model.compute_logits,
+            self.sampler,
+            return_logits=self.model_config.logprobs_mode.endswith("logits"),
+        )
+
+    @torch.no_grad()
+    def build_graphs(self, *, skip_prefill: bool = False, skip_decode: bool = False) -> None:
+        """Has every bucket ready to run.
+
+        Args:
+            skip_prefill: leave prefill buckets out; asking for one then raises.
+            skip_decode: likewise for decode buckets.
+        """
+        logger.info(self.buckets.describe())
+        for warning in self.buckets.warnings:
+            logger.warning(warning)
+        prefill = self._step(return_hidden_states=True)
+        decode = self._step(return_hidden_states=False)
+        steps: dict[str, tuple[torch.nn.Module, tuple]] = {}
+        for size in () if skip_prefill else self.buckets.prefill:
+            self._add(steps, prefill_label(size), prefill, (1, size, self.max_blocks))
+        for context in () if skip_decode else (None, *self.buckets.contexts):
+            blocks = self.max_blocks if context is None else cdiv(context, self.block_size)
+            for size in self.buckets.decode:
+                self._add(steps, decode_label(size, context), decode, (size, 1, blocks))
+        self.graphs = self.execution.build(steps)
+
+    @torch.no_grad()
+    def warm_up(self) -> None:
+        """Runs every bucket once on padding, and the sampler, so that no request pays for it.
+
+        Raises:
+            RuntimeError: a bucket fails; names it.
+        """
+        started = time.perf_counter()
+        for label, inputs in self._inputs.items():
+            try:
+                self._call(label, inputs)
+            except Exception as error:
+                phase = label.partition("_")[0]
+                shape = f"batch={inputs.block_tables.shape[0]}, seq={len(inputs.input_ids)}"
+                raise RuntimeError(
+                    f"Model warmup failed for {phase} ({shape}). Error: {error}"
+                ) from error
+        self.sampler.warm_up(self.model_config.get_vocab_size())
+        logger.info(
+            "Warm-up: %d buckets in %.2f s", len(self._inputs), time.perf_counter() - started
+        )
+
+    def _step(self, *, return_hidden_states: bool) -> DecoderStep:
+        return DecoderStep(
+            self.model,
+            self.layers,
+            block_size=self.block_size,
+            return_hidden_states=return_hidden_states,
+        ).eval()
+
+    def _add(
+        self,
+        steps: dict[str, tuple[torch.nn.Module, tuple]],
+        label: str,
+        step: DecoderStep,
+        shape: tuple[int, int, int],
+    ) -> None:
+        inputs = StepInputs(*shape, block_size=self.block_size)
+        self._inputs[label] = inputs
+        steps[label] = (step, (*inputs.tensors, self.kv_caches))
+
+    # One step.
+
+    @torch.no_grad()
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+        """Runs the scheduled tokens.
+
+        Returns:
+            None if sample_tokens() is to follow; an empty output if nothing was scheduled.
+        """
+        if self._pending is not None:
+            raise RuntimeError("execute_model() was called again before sample_tokens()")
+        table = self.table
+        table.update(scheduler_output)
+        if not scheduler_output.total_num_scheduled_tokens:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        batch = table.batch
+        counts = scheduler_output.num_scheduled_tokens
+        pending = PendingStep(scheduler_output, torch.empty(0), self._partial_rows(counts))
+
+        running, admitted, prefills = [], [], []
+        for req_id, count in counts.items():
+            row = batch.req_id_to_index[req_id]
+            if count > 1 or PromptLogprobs.wanted(table.requests[req_id]):
+                prefills.append((row, count))
+            elif req_id in table.admitted:
+                admitted.append(row)
+            else:
+                running.append(row)
+        # A request may use, by prefix caching, blocks that requests before it in the schedule fill
+        # in this very step. Running requests use their own blocks only, so they can go first;
+        # single tokens of just admitted requests have to wait for the prefills.
+        if not prefills:
+            running, admitted = running + admitted, []
+        calls = []
+        if running:
+            calls.append((running, self._decode(running)))
+        for row, count in prefills:
+            calls.append(([row], self._prefill(row, count, pending)))
+        if admitted:
+            calls.append((admitted, self._decode(admitted)))
+        pending.logits = _in_batch_order(calls, batch.num_reqs)
+        self._pending = pending
+        return None
+
+    @torch.no_grad()
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
+        """Samples one token for every request of the step whose prompt is complete.
+
+        Args:
+            grammar_output: token masks of structured outputs, or None.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        batch = self.table.batch
+        output = ModelRunnerOutput(
+            req_ids=batch.req_ids.copy(),
+            req_id_to_index=batch.req_id_to_index.copy(),
+            prompt_logprobs_dict=pending.prompt_logprobs,
+        )
+        if vllm_envs.VLLM_COMPUTE_NANS_IN_LOGITS:
+            nans = pending.logits.isnan().sum(dim=-1).tolist()
+            output.num_nans_in_logits = dict(zip(batch.req_ids, nans, strict=True))
+        if len(pending.partial) == batch.num_reqs:
+            output.sampled_token_ids = [[] for _ in batch.req_ids]
+            return output
+
+        if grammar_output is not None:
+            apply_grammar_bitmask(pending.scheduler_output, grammar_output, batch, pending.logits)
+        # The sampler draws for every row; a row without a token must not advance its seed.
+        seeded = [batch.generators[row] for row in pending.partial if row in batch.generators]
+        states = [generator.get_state() for generator in seeded]
+        sampled = self.sampler(pending.logits, batch.sampling_metadata)
+        for generator, state in zip(seeded, states, strict=True):
+            generator.set_state(state)
+
+        output.sampled_token_ids = sampled.sampled_token_ids.tolist()
+        if sampled.logprobs_tensors is not None:
+            output.logprobs = sampled.logprobs_tensors.tolists()
+        for row in pending.partial:
+            output.sampled_token_ids[row] = []
+        for row, token_ids in enumerate(output.sampled_token_ids):
+            if token_ids:
+                self.table.append_tokens(row, token_ids)
+        return output
+
+    @torch.no_grad()
+    def execute_padding(self) -> None:
+        """Runs the smallest decode bucket on padding: a step of a rank that has no request."""
+        label = decode_label(self.buckets.decode[0])
+        inputs = self._inputs[label]
+        inputs.fill_decode(*(np.zeros(shape, np.int32) for shape in (0, 0, (0, self.max_blocks))))
+        self._call(label, inputs)
+
+    def _partial_rows(self, counts: dict[str, int]) -> list[int]:
+        batch = self.table.batch
+        rows = batch.num_reqs
+        scheduled = np.fromiter((counts[req_id] for req_id in batch.req_ids), np.int64, rows)
+        computed = batch.num_computed_tokens_cpu[:rows] + scheduled
+        return np.flatnonzero(computed < batch.num_tokens_no_spec[:rows]).tolist()
+
+    def _decode(self, rows: list[int]) -> torch.Tensor:
+        """Runs one token of each of the batch's `rows`; returns logits (len(rows), vocabulary)."""
+        batch = self.table.batch
+        positions = batch.num_computed_tokens_cpu[rows]
+        label = decode_label(
+            self.buckets.decode_for(len(rows)), self.buckets.context_for(int(positions.max()))
+        )
+        inputs = self._bucket(label)
+        inputs.fill_decode(
+            batch.token_ids_cpu[rows, positions],
+            positions,
+            batch.block_table[0].get_numpy_array()[rows],
+        )
+        return self._call(label, inputs)[0][: len(rows)]
+
+    def _prefill(self, row: int, count: int, pending: PendingStep) -> torch.Tensor:
+        """Runs the next `count` tokens of one request; returns logits (1, vocabulary)."""
+        batch = self.table.batch
+        start = int(batch.num_computed_tokens_cpu[row])
+        label = prefill_label(self.buckets.prefill_for(count))
+        inputs = self._bucket(label)
+        inputs.fill_prefill(
+            batch.token_ids_cpu[row, start : start + count],
+            start,
+            batch.block_table[0].get_numpy_array()[row],
+        )
+        logits, hidden_states = self._call(label, inputs)
+        req_id = batch.req_ids[row]
+        state = self.table.requests[req_id]
+        if PromptLogprobs.wanted(state):
+            done = self.prompt_logprobs.collect(state, hidden_states[:count], batch.vocab_size)
+            if done is not None:
+                pending.prompt_logprobs[req_id] = done
+        return logits
+
+    def _bucket(self, label: str) -> StepInputs:
+        inputs = self._inputs.get(label)
+        if inputs is None:
+            raise ExecutionError(
+                f"No graph was compiled for bucket {label}; compiled: {sorted(self._inputs)}. "
+                f"Nothing is compiled while serving: unset VLLM_NEURON_SKIP_PREFILL_WARMUP and "
+                f"VLLM_NEURON_SKIP_DECODE_WARMUP.",
+                bucket=label,
+                reason="not compiled",
+            )
+        return inputs
+
+    def _call(self, label: str, inputs: StepInputs) -> Any:
+        return self.graphs[label](*inputs.tensors, self.kv_caches)
+
+
+def _in_batch_order(calls: Sequence[tuple[list[int], torch.Tensor]], num_rows: int) -> torch.Tensor:
+    """Merges the logits of several calls into one tensor, a row per request of the batch.
+
+    Args:
+        calls: batch rows and their logits (len(rows), vocabulary), all rows covered once.
+        num_rows: requests in the batch.
+    """
+    rows, logits = calls[0]
+    if len(calls) == 1 and rows == list(range(num_rows)):
+        return logits
+    merged = logits.new_empty(num_rows, logits.shape[-1])
+    for rows, logits in calls:
+        merged[rows] = logits
+    return merged

@@ -1,0 +1,91 @@
+"""The host arrays of one bucket's step arguments, filled anew for every call."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+__all__ = ["StepInputs"]
+
+Array = npt.NDArray[np.int64]
+
+
+class StepInputs:
+    """Arguments of DecoderStep for B sequences of Q tokens, except the KV caches.
+
+    Padding is token 0 at position 0 written to slot 0, in a sequence whose blocks are all 0: it
+    reads and writes vLLM's null block only.
+
+    Args:
+        batch: B.
+        query_len: Q.
+        num_blocks: block table entries per sequence N.
+        block_size: tokens per block.
+    """
+
+    def __init__(self, batch: int, query_len: int, num_blocks: int, *, block_size: int) -> None:
+        tokens = batch * query_len
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.input_ids: Array = np.zeros(tokens, np.int64)
+        self.positions: Array = np.zeros(tokens, np.int64)
+        self.slots: Array = np.zeros(tokens, np.int64)
+        self.block_tables: Array = np.zeros((batch, num_blocks), np.int64)
+        # Decode: the row of each sequence. Prefill (B = 1): set by fill_prefill.
+        self.logits_rows: Array = np.arange(batch, dtype=np.int64)
+        self.tensors = tuple(
+            torch.from_numpy(array)
+            for array in (
+                self.input_ids,
+                self.positions,
+                self.slots,
+                self.block_tables,
+                self.logits_rows,
+            )
+        )
+
+    def fill_prefill(
+        self, token_ids: npt.NDArray[np.int32], start: int, blocks: npt.NDArray[np.int32]
+    ) -> None:
+        """Sets one sequence's chunk of n <= Q tokens.
+
+        Args:
+            token_ids: the chunk, (n,).
+            start: position of its first token.
+            blocks: the sequence's block table, (>= N,); 0 beyond its end.
+        """
+        count = len(token_ids)
+        positions = np.arange(start, start + count)
+        self.input_ids[:count] = token_ids
+        self.positions[:count] = positions
+        self.slots[:count] = self._slots(blocks[positions // self.block_size], positions)
+        for array in (self.input_ids, self.positions, self.slots):
+            array[count:] = 0
+        self.block_tables[0] = blocks[: self.num_blocks]
+        self.logits_rows[0] = count - 1
+
+    def fill_decode(
+        self,
+        token_ids: npt.NDArray[np.int32],
+        positions: npt.NDArray[np.int32],
+        blocks: npt.NDArray[np.int32],
+    ) -> None:
+        """Sets n <= B sequences of one token each.
+
+        Args:
+            token_ids: (n,).
+            positions: (n,).
+            blocks: block tables, (n, >= N); 0 beyond each sequence's end.
+        """
+        count = len(token_ids)
+        own = blocks[np.arange(count), positions // self.block_size]
+        self.input_ids[:count] = token_ids
+        self.positions[:count] = positions
+        self.slots[:count] = self._slots(own, positions)
+        self.block_tables[:count] = blocks[:, : self.num_blocks]
+        for array in (self.input_ids, self.positions, self.slots, self.block_tables):
+            array[count:] = 0
+
+    def _slots(self, blocks: npt.NDArray[np.int32], positions: npt.NDArray[np.int64]) -> Array:
+        return blocks.astype(np.int64) * self.block_size + positions % self.block_size
