@@ -1,7 +1,8 @@
 """Types of the Rust extension module. Each part is written beside its Rust source."""
 
-from collections.abc import Buffer, Sequence
-from typing import Any, Literal, final
+from collections.abc import Buffer, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal, Self, final
 
 __version__: str
 
@@ -123,3 +124,224 @@ def write_neff(
     Raises:
         ConfigurationError: an argument cannot be written. Attributes: `name`, `value`.
     """
+
+# ---- Keys: rust/py/src/key.rs, rust/py/src/graph.rs (docs/key-format.md) -----------------------
+
+@final
+class Key:
+    """A finished key. Equal and hashed by its digest."""
+
+    @property
+    def hex(self) -> str:
+        """The key, 64 hex digits."""
+    @property
+    def short(self) -> str:
+        """The first 32 hex digits, for people."""
+    @property
+    def components(self) -> dict[str, str]:
+        """Digest (hex) of each component by its name, in the order they were added."""
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
+class KeyBuilder:
+    """Collects the named components of a key, in order; the order is part of the key."""
+
+    def __new__(cls, domain: str) -> Self:
+        """Make a builder whose keys are unrelated to those of every other domain.
+
+        Raises:
+            ValueError: `domain` is not 1 to 64 characters of a-z 0-9 . _ -.
+        """
+    def add(self, name: str, value: Buffer | str) -> None:
+        """Add a component; a str counts as its UTF-8 bytes.
+
+        Raises:
+            ValueError: the name is in the key already or not 1 to 64 characters of a-z 0-9 . _ -.
+        """
+    def finish(self) -> Key:
+        """Return the key of the components added so far.
+
+        Raises:
+            ValueError: there are none.
+        """
+
+def digest(data: Buffer) -> str:
+    """Return the BLAKE3-256 of a buffer as 64 hex digits. Large buffers: without the GIL."""
+
+def graph_bytes(graph_module: Any) -> bytes:
+    """Return the canonical bytes of a `torch.fx.GraphModule` of ATen operators.
+
+    They do not depend on names, metadata, source locations, device indices or the hash seed.
+
+    Raises:
+        GraphKeyError: something in the graph has no canonical form, such as a symbolic size.
+            Attributes: `node`, `type_name`, `reason`.
+        TypeError: `graph_module` is no GraphModule.
+    """
+
+def graph_digest(graph_module: Any) -> str:
+    """Return the BLAKE3-256 of `graph_bytes(graph_module)` as 64 hex digits. Raises as that."""
+
+# ---- Entry store: rust/py/src/store.rs (docs/entry-format.md) ----------------------------------
+
+_Kind = Literal["trace", "lowering", "neff"]
+
+@final
+class StoreProblem:
+    """Something that went wrong without stopping anything."""
+
+    @property
+    def path(self) -> str | None: ...
+    @property
+    def reason(self) -> str:
+        """The whole text for a log line."""
+    @property
+    def error(self) -> Exception:
+        """StoreCorruptError, StoreUntrustedError, StoreReadOnlyError, StoreError or OSError."""
+
+@final
+class EntryInfo:
+    """What a listing tells of one entry."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def kind(self) -> _Kind: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def size_bytes(self) -> int: ...
+    @property
+    def modified_s(self) -> float:
+        """When it was published, Unix time in seconds."""
+    @property
+    def sections(self) -> dict[str, int]:
+        """Length in bytes of each section by its name, in file order."""
+
+@final
+class Entry:
+    """One entry, held: its bytes stay as they are even when the file is removed."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def kind(self) -> _Kind: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def size_bytes(self) -> int: ...
+    @property
+    def sections(self) -> dict[str, int]:
+        """Length in bytes of each section by its name, in file order."""
+    def section(self, name: str) -> memoryview:
+        """Return the content of a section: read-only, without a copy, valid beyond the entry.
+
+        Raises:
+            KeyError: there is no section of that name.
+            StoreCorruptError: its checksum fails; only for a section that `get` was told not to
+                verify.
+        """
+
+@final
+class KeyLock:
+    """The single-flight lock of one key; freed by the kernel when its process dies.
+
+    For one thread at a time. A forked child does not hold it.
+    """
+
+    def acquire(self, timeout_s: float | None = None) -> bool:
+        """Wait for the lock, without the GIL, open to Ctrl-C; None waits without end.
+
+        Returns:
+            False if `timeout_s` passed first; doing the work all the same is safe.
+
+        Raises:
+            StoreReadOnlyError: the directory takes no writes, so there is nothing to wait for.
+            StoreUntrustedError: somebody else can write to the directory.
+            OSError: the system refused something else.
+        """
+    def holder(self) -> dict[str, Any] | None:
+        """Return who holds the lock, for a log line: pid, host, boot_id, time_s (Unix), note.
+
+        What a holder wrote that was killed is returned too.
+        """
+    @property
+    def held(self) -> bool:
+        """Whether this process holds the lock through this object."""
+    def release(self) -> None:
+        """Free the lock. Without effect if it is not held."""
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+        /,
+    ) -> None: ...
+
+@final
+class Store:
+    """A directory of entries, used by any number of processes and threads."""
+
+    def __new__(cls, root: str) -> Self:
+        """Name a store; the directory is made (mode 0700) by the first publication.
+
+        Args:
+            root: the directory; made absolute now.
+        """
+    @property
+    def root(self) -> str: ...
+    def get(
+        self, kind: _Kind, key: str, *, verify: Sequence[str] | None = None
+    ) -> Entry | None:
+        """Return the entry of a key, or None.
+
+        What cannot be used is None too, counted and described in `take_problems`; a file that
+        breaks the format is set aside. Takes no lock and writes nothing else.
+
+        Args:
+            kind: what is expected there.
+            key: 64 hex digits.
+            verify: names of the sections whose checksums are compared now, the others when they
+                are first asked for; None compares all now.
+
+        Raises:
+            ValueError: no such kind, or not a key.
+        """
+    def put(self, kind: _Kind, key: str, sections: Mapping[str, Buffer]) -> bool:
+        """Publish an entry: complete and durable when this returns.
+
+        Args:
+            kind: what the entry holds.
+            key: 64 hex digits.
+            sections: content by name (1 to 16 printable ASCII characters), 1 to 64 of them, in
+                file order. A writable buffer is copied first.
+
+        Returns:
+            False if a sound entry of the key was there already; it stays.
+
+        Raises:
+            StoreReadOnlyError: the directory takes no writes.
+            StoreUntrustedError: somebody else can write to the directory.
+            StoreError: the key finds a sound entry of another kind.
+            OSError: the system refused something else, such as ENOSPC.
+            ValueError: no such kind, not a key, or sections that cannot be stored.
+        """
+    def lock(self, key: str, *, note: str = "") -> KeyLock:
+        """Return the single-flight lock of a key, not taken yet.
+
+        Args:
+            key: 64 hex digits.
+            note: says to those who wait what is being done.
+        """
+    def entries(self) -> list[EntryInfo]:
+        """List the entries by their headers, in no order. Unfit files go to `take_problems`."""
+    def take_problems(self) -> list[StoreProblem]:
+        """Return what went wrong since the last call."""
+    def counters(self) -> dict[str, int]:
+        """Return how often things happened through this object.
+
+        `hits` and `misses` are all look-ups; `corrupt`, `untrusted`, `other_kind` and `errors` are
+        misses with a reason; `set_aside`, `published` and `existed` count files.
+        """

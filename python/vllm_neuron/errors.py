@@ -14,6 +14,7 @@ __all__ = [
     "CompileError",
     "ConfigurationError",
     "ExecutionError",
+    "GraphKeyError",
     "LoweringError",
     "NeffChecksumError",
     "NeffError",
@@ -57,6 +58,13 @@ class CaptureError(NeuronError):
     """A step function is not one static graph. Attributes: `bucket`, `reason`, `source`.
 
     `source` is `file:line` of the model, or None.
+    """
+
+
+class GraphKeyError(NeuronError):
+    """A graph has no key, so it is not cached. Attributes: `node`, `type_name`, `reason`.
+
+    `node` is the name of the FX node, `type_name` the type of what cannot be keyed.
     """
 
 

@@ -4,6 +4,7 @@ use pyo3::prelude::*;
 
 mod buffer;
 mod error;
+mod graph;
 mod key;
 mod neff;
 mod store;

@@ -1,1 +1,396 @@
 //! A directory of entries in which the file system is the index.
+//!
+//! `docs/entry-format.md` is the specification. Any number of processes read and write one store;
+//! nothing but a directory is shared. Laws:
+//!
+//! * A published file is never written to, truncated or renamed over.
+//! * A look-up takes no lock, writes nothing, and never fails: what cannot be used is a miss.
+//! * State shared between threads is atomic or only tried for (`try_read`), never waited for: a
+//!   forked child may inherit a lock that nobody will free.
+
+mod error;
+mod fork;
+mod lock;
+mod lookup;
+mod publish;
+mod tree;
+mod trust;
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, RwLock};
+
+use rustix::fs::Dir;
+use rustix::io::Errno;
+
+pub use error::StoreError;
+pub use fork::after_fork_in_child;
+pub use lock::{Holder, KeyLock};
+pub use lookup::{Entry, EntryInfo, SectionBytes, Verify};
+
+use crate::digest::Digest;
+use crate::entry::{EntryWriter, Kind};
+use lookup::Unfit;
+use publish::{Link, Prepared};
+use tree::{Tree, fan_out};
+
+/// How often a publication starts anew when somebody keeps removing its directories.
+const ATTEMPTS: usize = 64;
+
+/// What a look-up found.
+#[derive(Debug)]
+pub enum Lookup {
+    /// The entry.
+    Hit(Entry),
+    /// There is none.
+    Miss,
+    /// There is something that cannot be used: a miss with a reason.
+    Refused(StoreError),
+}
+
+/// What became of a publication.
+#[derive(Debug)]
+pub struct Published {
+    /// False if a sound entry was there already.
+    pub is_new: bool,
+    /// What went wrong on the way without being in the way.
+    pub problems: Vec<StoreError>,
+}
+
+macro_rules! counters {
+    ($($(#[$doc:meta])* $name:ident),+ $(,)?) => {
+        #[derive(Debug, Default)]
+        struct AtomicCounters { $($name: AtomicU64),+ }
+
+        /// How often things happened in one [`Store`] object.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+        pub struct Counters { $($(#[$doc])* pub $name: u64),+ }
+
+        impl AtomicCounters {
+            fn read(&self) -> Counters {
+                Counters { $($name: self.$name.load(Ordering::Relaxed)),+ }
+            }
+        }
+
+        impl Counters {
+            /// Every counter with its name.
+            pub fn named(&self) -> impl Iterator<Item = (&'static str, u64)> {
+                [$((stringify!($name), self.$name)),+].into_iter()
+            }
+        }
+    };
+}
+
+counters! {
+    /// Look-ups that found an entry.
+    hits,
+    /// All other look-ups; the next four say why, unless there simply was no entry.
+    misses,
+    /// Misses on a file that breaks a rule of the format.
+    corrupt,
+    /// Misses since somebody else could have written the file or directory.
+    untrusted,
+    /// Misses since the key finds an entry of another kind.
+    other_kind,
+    /// Misses since a system call failed.
+    errors,
+    /// Files moved aside to make the place of an entry free.
+    set_aside,
+    /// Entries published.
+    published,
+    /// Publications of what was there already.
+    existed,
+}
+
+/// A store of entries below one directory.
+#[derive(Debug)]
+pub struct Store {
+    root: PathBuf,
+    tree: RwLock<Option<Arc<Tree>>>,
+    is_swept: AtomicBool,
+    counters: AtomicCounters,
+}
+
+impl Store {
+    /// A store below `root`, which need not exist: it is made by the first publication.
+    pub fn new(root: &Path) -> Result<Self, StoreError> {
+        let root = std::path::absolute(root)
+            .map_err(|error| StoreError::read(root, "make absolute", error))?;
+        Ok(Self {
+            root,
+            tree: RwLock::new(None),
+            is_swept: AtomicBool::new(false),
+            counters: AtomicCounters::default(),
+        })
+    }
+
+    /// The root, absolute.
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// What happened so far.
+    pub fn counters(&self) -> Counters {
+        self.counters.read()
+    }
+
+    /// Looks up the entry of `key`.
+    pub fn get(&self, kind: Kind, key: &Digest, verify: Verify<'_>) -> Lookup {
+        let count = |counter: &AtomicU64| {
+            counter.fetch_add(1, Ordering::Relaxed);
+        };
+        let refused = match self.look_up(kind, key, verify) {
+            Ok(Some(entry)) => {
+                count(&self.counters.hits);
+                return Lookup::Hit(entry);
+            }
+            Ok(None) => {
+                count(&self.counters.misses);
+                return Lookup::Miss;
+            }
+            Err(refused) => refused,
+        };
+        count(&self.counters.misses);
+        count(match &refused {
+            StoreError::Corrupt { .. } => &self.counters.corrupt,
+            StoreError::Untrusted { .. } => &self.counters.untrusted,
+            StoreError::OtherKind { .. } => &self.counters.other_kind,
+            _ => &self.counters.errors,
+        });
+        Lookup::Refused(refused)
+    }
+
+    /// Publishes an entry, complete and durable, unless a sound one is there already.
+    pub fn put(
+        &self,
+        kind: Kind,
+        key: &Digest,
+        sections: &[(&str, &[u8])],
+    ) -> Result<Published, StoreError> {
+        let entry = EntryWriter::new(kind, key, sections)?;
+        let mut problems = Vec::new();
+        let mut named = false;
+        for _ in 0..ATTEMPTS {
+            let tree = self.tree_for_writing()?;
+            if !self.is_swept.swap(true, Ordering::Relaxed) {
+                publish::sweep(&tree);
+            }
+            let Some(mut prepared) = Prepared::write(&tree, &entry, named)? else {
+                continue;
+            };
+            match self.link(tree, &mut prepared, kind, key, &mut problems)? {
+                Link::Done => {
+                    self.counters.published.fetch_add(1, Ordering::Relaxed);
+                    return Ok(Published {
+                        is_new: true,
+                        problems,
+                    });
+                }
+                Link::Taken => {
+                    self.counters.existed.fetch_add(1, Ordering::Relaxed);
+                    return Ok(Published {
+                        is_new: false,
+                        problems,
+                    });
+                }
+                Link::NeedsName => named = true,
+                Link::Vanished => {}
+            }
+        }
+        Err(StoreError::write(
+            &self.root,
+            "publish into a directory that keeps being removed",
+            Errno::NOENT,
+        ))
+    }
+
+    /// The single-flight lock of `key`, not taken yet.
+    pub fn lock(&self, key: &Digest) -> KeyLock {
+        KeyLock::new(*key)
+    }
+
+    /// Lists the entries by their headers, in no order, and what could not be read.
+    pub fn entries(&self) -> (Vec<EntryInfo>, Vec<StoreError>) {
+        let (mut found, mut problems) = (Vec::new(), Vec::new());
+        match self.tree() {
+            Ok(None) => {}
+            Ok(Some(tree)) => list(&tree, &mut found, &mut problems),
+            Err(error) => problems.push(error),
+        }
+        (found, problems)
+    }
+
+    fn look_up(
+        &self,
+        kind: Kind,
+        key: &Digest,
+        verify: Verify<'_>,
+    ) -> Result<Option<Entry>, StoreError> {
+        let Some(mut tree) = self.tree()? else {
+            return Ok(None);
+        };
+        let mut found = lookup::open(&tree, kind, key, verify);
+        if matches!(found, Ok(None)) && tree.is_gone() {
+            // The directory was removed; it may have been made again by another process.
+            let Some(new_tree) = self.reopen(false)? else {
+                return Ok(None);
+            };
+            tree = new_tree;
+            found = lookup::open(&tree, kind, key, verify);
+        }
+        found.map_err(|unfit| {
+            if matches!(unfit.error, StoreError::Corrupt { .. }) {
+                // Where nothing can be written the file stays, and stays a miss.
+                let _ = self.set_aside(&tree, key, &unfit);
+            }
+            unfit.error
+        })
+    }
+
+    /// Links `prepared` to the name of `key`, making the place free of what is no entry.
+    fn link(
+        &self,
+        mut tree: Arc<Tree>,
+        prepared: &mut Prepared,
+        kind: Kind,
+        key: &Digest,
+        problems: &mut Vec<StoreError>,
+    ) -> Result<Link, StoreError> {
+        let name = key.to_string();
+        let path = tree.entry_path(key);
+        for _ in 0..ATTEMPTS {
+            let opened = match publish::open_inside(&tree, fan_out(&name)) {
+                // Not a directory: look below says so and it is set aside.
+                Err(StoreError::Corrupt { .. }) => Ok(None),
+                opened => opened,
+            }?;
+            let linked = match &opened {
+                None => Link::Vanished,
+                Some(directory) => prepared.link(directory, &name, &path)?,
+            };
+            match (linked, &opened) {
+                (Link::Done, Some(directory)) => {
+                    if let Err(error) = publish::sync_directory(directory) {
+                        problems.push(StoreError::write(&path, "make the name durable", error));
+                    }
+                    return Ok(Link::Done);
+                }
+                (Link::NeedsName, _) => return Ok(Link::NeedsName),
+                _ => {}
+            }
+            match lookup::open(&tree, kind, key, Verify::All) {
+                Ok(Some(_)) => return Ok(Link::Taken),
+                Ok(None) => tree = self.tree_for_writing()?,
+                Err(unfit) => {
+                    let removable = matches!(
+                        unfit.error,
+                        StoreError::Corrupt { .. } | StoreError::Untrusted { .. }
+                    );
+                    if !removable || unfit.found.is_none() {
+                        return Err(unfit.error);
+                    }
+                    self.set_aside(&tree, key, &unfit)?;
+                    problems.push(unfit.error);
+                }
+            }
+        }
+        Ok(Link::Vanished)
+    }
+
+    fn set_aside(&self, tree: &Tree, key: &Digest, unfit: &Unfit) -> Result<(), StoreError> {
+        let Some(found) = unfit.found else {
+            return Ok(());
+        };
+        let name = key.to_string();
+        let moved = match &unfit.directory {
+            Some(directory) => tree.set_aside(directory, &name, found),
+            None => tree.set_aside(&tree.directory, fan_out(&name), found),
+        };
+        moved.map_err(|error| StoreError::write(&tree.entry_path(key), "set aside", error))?;
+        self.counters.set_aside.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// The opened tree; None while there is none.
+    fn tree(&self) -> Result<Option<Arc<Tree>>, StoreError> {
+        let held = self.tree.try_read().ok().and_then(|held| held.clone());
+        match held {
+            Some(tree) => Ok(Some(tree)),
+            None => self.reopen(false),
+        }
+    }
+
+    /// The opened tree, made if need be.
+    fn tree_for_writing(&self) -> Result<Arc<Tree>, StoreError> {
+        if let Some(tree) = self.tree()?.filter(|tree| !tree.is_gone()) {
+            return Ok(tree);
+        }
+        for _ in 0..ATTEMPTS {
+            match self.reopen(true) {
+                Ok(Some(tree)) => return Ok(tree),
+                // Removed between two steps of its making.
+                Err(StoreError::Io { source, .. })
+                    if source.kind() == std::io::ErrorKind::NotFound => {}
+                Ok(None) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Err(StoreError::write(
+            &self.root,
+            "make a directory that keeps being removed",
+            Errno::NOENT,
+        ))
+    }
+
+    fn reopen(&self, create: bool) -> Result<Option<Arc<Tree>>, StoreError> {
+        let tree = Tree::open(&self.root, create)?.map(Arc::new);
+        if let Ok(mut held) = self.tree.try_write() {
+            held.clone_from(&tree);
+        }
+        Ok(tree)
+    }
+}
+
+fn list(tree: &Tree, found: &mut Vec<EntryInfo>, problems: &mut Vec<StoreError>) {
+    for fan_out in names(tree, ".", problems) {
+        let is_fan_out =
+            fan_out.len() == 2 && fan_out.bytes().all(|digit| digit.is_ascii_hexdigit());
+        if !is_fan_out {
+            continue;
+        }
+        for name in names(tree, &fan_out, problems) {
+            // Other names are nothing of ours.
+            let Ok(key) = name.parse::<Digest>() else {
+                continue;
+            };
+            match lookup::read_info(tree, &format!("{fan_out}/{name}"), &key) {
+                Ok(info) => found.extend(info),
+                Err(error) => problems.push(error),
+            }
+        }
+    }
+}
+
+/// The names in a directory of the tree; none if it is gone.
+fn names(tree: &Tree, name: &str, problems: &mut Vec<StoreError>) -> Vec<String> {
+    let listed = tree.open_directory(name, false).and_then(|directory| {
+        let Some(directory) = directory else {
+            return Ok(Vec::new());
+        };
+        let failed = |error| StoreError::read(&tree.path.join(name), "list", error);
+        let mut names = Vec::new();
+        for file in Dir::read_from(&directory).map_err(failed)? {
+            names.extend(
+                file.map_err(failed)?
+                    .file_name()
+                    .to_str()
+                    .map(str::to_owned),
+            );
+        }
+        Ok(names)
+    });
+    listed.unwrap_or_else(|error| {
+        problems.push(error);
+        Vec::new()
+    })
+}

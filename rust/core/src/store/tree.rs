@@ -1,0 +1,140 @@
+//! The opened directory of a store, and the only place that makes names in it.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{AtFlags, RenameFlags, Stat, fstat, renameat_with, statat};
+use rustix::io::Errno;
+use rustix::rand::{GetRandomFlags, getrandom};
+
+use super::error::StoreError;
+use super::trust;
+use crate::digest::Digest;
+use crate::mmap;
+
+/// Version of the directory layout.
+const LAYOUT: &str = "v1";
+/// Named temporary files.
+pub(super) const TEMPORARY: &str = "tmp";
+/// What was in the place of an entry and is not one.
+pub(super) const ASIDE: &str = "aside";
+/// Single-flight locks.
+pub(super) const LOCKS: &str = "locks";
+
+/// `<root>/v1`, checked and held open.
+#[derive(Debug)]
+pub(super) struct Tree {
+    pub(super) directory: OwnedFd,
+    pub(super) path: PathBuf,
+    /// Whether entries may be mapped here.
+    pub(super) is_local: bool,
+}
+
+impl Tree {
+    /// Opens the tree below `root`; None if there is none and it is not to be made.
+    pub(super) fn open(root: &Path, create: bool) -> Result<Option<Self>, StoreError> {
+        let Some(root_directory) = trust::open_root(root, create)? else {
+            return Ok(None);
+        };
+        let directory = trust::open_directory(&root_directory, root, LAYOUT, create)?;
+        Ok(directory.map(|directory| Self {
+            is_local: mmap::is_local(&directory),
+            path: root.join(LAYOUT),
+            directory,
+        }))
+    }
+
+    /// Whether somebody removed the directory: names made in it now would be lost.
+    pub(super) fn is_gone(&self) -> bool {
+        is_gone(&self.directory)
+    }
+
+    /// Opens a directory inside the tree.
+    pub(super) fn open_directory(
+        &self,
+        name: &str,
+        create: bool,
+    ) -> Result<Option<OwnedFd>, StoreError> {
+        trust::open_directory(&self.directory, &self.path, name, create)
+    }
+
+    /// Where the entry of `key` is, for messages.
+    pub(super) fn entry_path(&self, key: &Digest) -> PathBuf {
+        let name = key.to_string();
+        self.path.join(fan_out(&name)).join(&name)
+    }
+
+    /// Renames what is at `directory/name` into the tree's `aside`, to make the place free.
+    ///
+    /// `judged` is what was found unfit. Something else that has taken the place since is left or
+    /// brought back, since it may be a good entry.
+    pub(super) fn set_aside(
+        &self,
+        directory: &OwnedFd,
+        name: &str,
+        judged: FileId,
+    ) -> Result<(), Errno> {
+        match statat(directory, name, AtFlags::SYMLINK_NOFOLLOW) {
+            Err(Errno::NOENT) => return Ok(()),
+            Ok(found) if FileId::from(&found) != judged => return Ok(()),
+            found => found?,
+        };
+        let aside = match self.open_directory(ASIDE, true) {
+            Ok(Some(aside)) => aside,
+            Ok(None) => return Err(Errno::NOENT),
+            Err(StoreError::ReadOnly { source, .. } | StoreError::Io { source, .. }) => {
+                return Err(Errno::from_io_error(&source).unwrap_or(Errno::IO));
+            }
+            Err(_) => return Err(Errno::ACCESS),
+        };
+        let kept = format!("{name}-{}", random_name()?);
+        match renameat_with(directory, name, &aside, &kept, RenameFlags::empty()) {
+            Err(Errno::NOENT) => return Ok(()),
+            renamed => renamed?,
+        }
+        let moved = statat(&aside, &kept, AtFlags::SYMLINK_NOFOLLOW)?;
+        if FileId::from(&moved) != judged {
+            match renameat_with(&aside, &kept, directory, name, RenameFlags::NOREPLACE) {
+                Err(Errno::EXIST) => {}
+                restored => restored?,
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Which file it is, whatever its name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct FileId {
+    device: u64,
+    inode: u64,
+}
+
+impl From<&Stat> for FileId {
+    fn from(found: &Stat) -> Self {
+        Self {
+            device: found.st_dev,
+            inode: found.st_ino,
+        }
+    }
+}
+
+/// The name of the directory of an entry or lock.
+pub(super) fn fan_out(hex: &str) -> &str {
+    hex.get(..2).unwrap_or(hex)
+}
+
+/// Whether a directory has no name any more.
+pub(super) fn is_gone(directory: impl AsFd) -> bool {
+    fstat(directory).is_ok_and(|found| found.st_nlink == 0)
+}
+
+/// 128 random bits as hex: no two processes, in whatever namespace, choose the same name.
+pub(super) fn random_name() -> Result<String, Errno> {
+    let mut bytes = [0_u8; 16];
+    let count = getrandom(&mut bytes, GetRandomFlags::empty())?;
+    if count != bytes.len() {
+        return Err(Errno::AGAIN);
+    }
+    Ok(format!("{:032x}", u128::from_le_bytes(bytes)))
+}
