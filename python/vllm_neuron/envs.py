@@ -36,11 +36,13 @@ __all__ = [
     "unknown_variables",
 ]
 
-Kind = Literal["bool", "int", "float", "str", "path", "choice"]
+Kind = Literal["bool", "int", "float", "str", "path", "choice", "log level"]
 Value = bool | int | float | str | Path | None
 
 TRUE_WORDS = frozenset({"1", "true", "yes", "on"})
 FALSE_WORDS = frozenset({"0", "false", "no", "off"})
+# Names of the levels of the `logging` module.
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 class KeyClass(StrEnum):
@@ -60,7 +62,8 @@ class Effect(Enum):
     LATER = "not in this version"
     # One WARNING: accepted for the sake of old set-ups, and without effect for good.
     NONE = "no effect"
-    # Read by vLLM, PyTorch, the compiler or the Neuron runtime, which act on it themselves.
+    # Read by vLLM, PyTorch, the compiler or the Neuron runtime, which check it and act on it
+    # themselves; here it is a text.
     FOREIGN = "read by others"
 
 
@@ -141,8 +144,8 @@ _ROWS = (
     Variable("NEURON_COMPILE_CACHE_URL", "str", None, _NONE, _NOT, "cache of libneuronxla", instead="VLLM_CACHE_ROOT is the root of the caches"),
     Variable("NKI_COMPILE_CACHE_URL", "str", None, _FOREIGN, _NOT, "NKI's own kernel cache"),
     Variable("TORCH_NEURONX_NEFF_CACHE_DIR", "path", None, _NONE, _NOT, "cache of torch-neuronx", instead="VLLM_CACHE_ROOT is the root of the caches"),
-    Variable("TORCHINDUCTOR_CACHE_DIR", "path", None, _FOREIGN, _NOT, "PyTorch's own"),
-    Variable("TORCH_STRICT_PRECOMPILE", "bool", None, _FOREIGN, _NOT, "PyTorch's own"),
+    Variable("TORCHINDUCTOR_CACHE_DIR", "str", None, _FOREIGN, _NOT, "PyTorch's own"),
+    Variable("TORCH_STRICT_PRECOMPILE", "str", None, _FOREIGN, _NOT, "PyTorch's own"),
     # Tracing and warm-up.
     Variable("VLLM_NEURON_PARALLEL_TRACE_WORKERS", "int", 8, _LATER, _NOT, "processes that trace", above=0),
     Variable("VLLM_NEURON_DISABLE_PARALLEL_TRACE", "bool", False, _LATER, _NOT, "trace in one process"),
@@ -151,14 +154,14 @@ _ROWS = (
     Variable("VLLM_NEURON_SKIP_PREFILL_DECODE_WARMUP", "bool", False, _ACTS, _NOT, "skip both"),
     Variable("VLLM_NEURON_SKIP_ENCODER_WARMUP", "bool", False, _LATER, _NOT, "skip the encoder graphs"),
     # Memory, runtime, logging, metrics.
-    Variable("VLLM_NEURON_LOG_LEVEL", "choice", "INFO", _ACTS, _NOT, "log level of the plugin", choices=("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")),
+    Variable("VLLM_NEURON_LOG_LEVEL", "log level", None, _ACTS, _NOT, "log level of the plugin; unset: vLLM's"),
     Variable("VLLM_NEURON_KV_GMU_BUDGET_CAP_FRACTION", "float", 0.30, _ACTS, _DERIVED, "largest share of device memory for the KV cache", above=0, at_most=1),
     Variable("VLLM_NEURON_MIN_KV_BUDGET_GIB", "float", 1.0, _ACTS, _NOT, "smallest KV cache in GiB", above=0),
     Variable("VLLM_NEURON_BARRIER_TIMEOUT", "int", 3600, _LATER, _NOT, "seconds that ranks wait for each other while compiling", above=0),
     Variable("VLLM_NEURON_WORKER_TERMINATION_TIMEOUT", "int", 5, _LATER, _NOT, "seconds for a worker to end", above=0),
-    Variable("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "int", None, _FOREIGN, _NOT, "vLLM's time limit for one step"),
-    Variable("VLLM_ENABLE_V1_MULTIPROCESSING", "bool", True, _FOREIGN, _NOT, "vLLM: 0 keeps the engine in one process"),
-    Variable("PROMETHEUS_MULTIPROC_DIR", "path", None, _FOREIGN, _NOT, "directory of the metrics files"),
+    Variable("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "str", None, _FOREIGN, _NOT, "vLLM's time limit for one step"),
+    Variable("VLLM_ENABLE_V1_MULTIPROCESSING", "str", None, _FOREIGN, _NOT, "vLLM: 0 keeps the engine in one process"),
+    Variable("PROMETHEUS_MULTIPROC_DIR", "str", None, _FOREIGN, _NOT, "directory of the metrics files"),
     Variable("NEURON_VISIBLE_DEVICES", "str", None, _LATER, _NOT, "devices that may be used"),
     Variable("NEURON_LOGICAL_NC_CONFIG", "choice", "2", _LATER, _IN_KEY, "logical NeuronCore configuration", choices=("1", "2")),
     Variable("NEURON_RT_VISIBLE_CORES", "str", None, _FOREIGN, _NOT, "Neuron runtime"),
@@ -169,7 +172,7 @@ _ROWS = (
     Variable("NEURON_RT_ROOT_COMM_ID", "str", None, _FOREIGN, _NOT, "Neuron runtime"),
     Variable("XLA_FLAGS", "str", None, _FOREIGN, _DERIVED, "XLA, of the host compiler"),
     Variable("TF_CPP_MIN_LOG_LEVEL", "str", None, _FOREIGN, _NOT, "XLA's own log level"),
-    Variable("OMP_NUM_THREADS", "int", None, _FOREIGN, _NOT, "threads of PyTorch on the CPU"),
+    Variable("OMP_NUM_THREADS", "str", None, _FOREIGN, _NOT, "threads of PyTorch on the CPU"),
     Variable("NEURON_SCRATCHPAD_PAGE_SIZE", "str", None, _FOREIGN, _NOT, "Neuron runtime"),
     Variable("NKI_SIMULATOR", "bool", None, _LATER, _NOT, "NKI kernels by the simulator"),
     Variable("NKI_PRECISE_FP", "bool", None, _LATER, _NOT, "exact floating point in the NKI simulator"),
@@ -355,6 +358,10 @@ def _parse(row: Variable, text: str, source: str) -> Value:
             if text not in row.choices:
                 raise fail(f"{', '.join(row.choices[:-1])} or {row.choices[-1]}")
             return text
+        case "log level":
+            if text.upper() not in LOG_LEVELS:
+                raise fail(f"{', '.join(LOG_LEVELS[:-1])} or {LOG_LEVELS[-1]}")
+            return text.upper()
         case "path":
             return Path(text).expanduser()
         case "str":

@@ -49,6 +49,10 @@ def test_a_word_that_is_no_boolean_is_an_error(text):
         ("TORCH_CACHING_PRECOMPILE", "", None),
         ("TORCH_CACHING_PRECOMPILE", "0", False),
         ("NEURON_CC_FLAGS", "--x=1", "--x=1"),
+        ("VLLM_NEURON_LOG_LEVEL", "", None),
+        ("VLLM_NEURON_LOG_LEVEL", "debug", "DEBUG"),
+        # OpenMP's own syntax, and OpenMP's business.
+        ("OMP_NUM_THREADS", "4,2", "4,2"),
         ("NEURON_COMPILED_ARTIFACTS", "~/a", Path("~/a").expanduser()),
         ("VLLM_NEURON_BACKEND", "", ""),
         ("VLLM_NEURON_BACKEND", " Neuron ", " Neuron "),
@@ -72,6 +76,7 @@ def test_values(name, text, value):
         ("VLLM_NEURON_DEVICE", "x", "auto, neuron or host"),
         ("VLLM_NEURON_DEVICE", "HOST", "auto, neuron or host"),
         ("NEURON_LOGICAL_NC_CONFIG", "3", "1 or 2"),
+        ("VLLM_NEURON_LOG_LEVEL", "loud", "DEBUG, INFO, WARNING, ERROR or CRITICAL"),
     ],
 )
 def test_values_out_of_range_name_variable_and_value(name, text, expected):
@@ -120,6 +125,7 @@ def test_the_new_name_wins_over_the_old_one():
 
 
 SAMPLES = {"bool": ("1", "0"), "int": ("3",), "float": ("0.5",), "path": ("/x",), "str": ("x",)}
+SAMPLES["log level"] = ("DEBUG",)
 
 
 @pytest.mark.parametrize("row", envs.VARIABLES.values(), ids=lambda row: row.name)
@@ -132,6 +138,35 @@ def test_every_variable_has_an_effect_or_a_warning(row):
         assert any(n.startswith(f"{row.name}=") and "has no effect" in n for n in notices)
     else:
         assert not notices
+
+
+def test_variables_of_others_are_not_parsed():
+    kinds = {row.kind for row in envs.VARIABLES.values() if row.effect is Effect.FOREIGN}
+    assert kinds == {"str"}
+
+
+def _documented(row):
+    """The row of a variable in docs/reference-configuration.md."""
+    kind = ", ".join(f"`{choice}`" for choice in row.choices) or row.kind
+    default = "unset" if row.default is None else f"`{row.default}`"
+    if row.kind == "bool" and row.default is not None:
+        default = f"`{int(row.default)}`"
+    meaning = row.meaning + (f"; {row.instead}" if row.instead else "")
+    return (
+        f"| `{row.name}` | {kind} | {default} | {meaning} | {row.effect.value} | {row.key.value} |"
+    )
+
+
+def test_the_reference_documents_every_variable():
+    text = (Path(__file__).parents[2] / "docs/reference-configuration.md").read_text("utf-8")
+    lines = [line for line in text.splitlines() if line.startswith(("| `VLLM_", "| `N", "| `T"))]
+    rows = [line for line in lines if line.count("|") == 7]
+    assert sorted(rows) == sorted(
+        _documented(row) for row in envs.VARIABLES.values() if row.effect is not Effect.FOREIGN
+    )
+    for row in envs.VARIABLES.values():
+        assert f"`{row.name}`" in text
+        assert all(f"`{alias}`" in text for alias in row.aliases)
 
 
 def test_the_default_given_explicitly_is_no_reason_for_a_warning():

@@ -86,8 +86,9 @@ def configure_logging() -> None:
     """
     parent, own = logging.getLogger("vllm"), logging.getLogger("vllm_neuron")
     own.parent = parent
-    name = os.environ.get("VLLM_NEURON_LOG_LEVEL", "").strip()
-    if name in envs.VARIABLES["VLLM_NEURON_LOG_LEVEL"].choices:
+    name = os.environ.get("VLLM_NEURON_LOG_LEVEL", "").strip().upper()
+    # An impossible value is for the start to refuse.
+    if name in envs.LOG_LEVELS:
         own.setLevel(name)
         for handler in parent.handlers:
             handler.setLevel(min(handler.level, own.level))
