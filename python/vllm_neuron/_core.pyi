@@ -292,9 +292,7 @@ class Store:
         """
     @property
     def root(self) -> str: ...
-    def get(
-        self, kind: _Kind, key: str, *, verify: Sequence[str] | None = None
-    ) -> Entry | None:
+    def get(self, kind: _Kind, key: str, *, verify: Sequence[str] | None = None) -> Entry | None:
         """Return the entry of a key, or None.
 
         What cannot be used is None too, counted and described in `take_problems`; a file that
@@ -327,6 +325,15 @@ class Store:
             StoreError: the key finds a sound entry of another kind.
             OSError: the system refused something else, such as ENOSPC.
             ValueError: no such kind, not a key, or sections that cannot be stored.
+        """
+    def remove(self, kind: _Kind, key: str) -> bool:
+        """Take an entry away that is sound but of no use, so that a better one can replace it.
+
+        Returns:
+            False if there is none.
+
+        Raises:
+            StoreReadOnlyError, StoreUntrustedError, StoreError, OSError, ValueError: as `put`.
         """
     def lock(self, key: str, *, note: str = "") -> KeyLock:
         """Return the single-flight lock of a key, not taken yet.

@@ -142,6 +142,13 @@ impl Store {
         Ok(published.is_new)
     }
 
+    /// Takes an entry away that is sound but of no use; False if there is none.
+    fn remove(&self, py: Python<'_>, kind: &str, key: &str) -> PyResult<bool> {
+        let (kind, key) = parse(kind, key)?;
+        py.detach(|| self.store.remove(kind, &key))
+            .map_err(|error| store_error(py, &error))
+    }
+
     /// The single-flight lock of a key, not taken yet. `note` says to those who wait what is done.
     #[pyo3(signature = (key, *, note=""))]
     fn lock(&self, key: &str, note: &str) -> PyResult<KeyLock> {

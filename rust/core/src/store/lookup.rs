@@ -10,7 +10,7 @@ use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat, fstat, openat, statat};
 use rustix::io::Errno;
 
 use super::error::StoreError;
-use super::tree::{FileId, Tree, fan_out};
+use super::tree::{FileId, Tree, fan_out, relative_path};
 use super::trust;
 use crate::digest::Digest;
 use crate::entry::layout::PAGE_BYTES;
@@ -148,8 +148,7 @@ pub(super) fn open(
     if !check_fan_out(tree, fan_out(&name))? {
         return Ok(None);
     }
-    let relative = format!("{}/{name}", fan_out(&name));
-    let opened = open_file(tree, &relative, &path).and_then(|opened| {
+    let opened = open_file(tree, &relative_path(key), &path).and_then(|opened| {
         let Some((file, found)) = opened else {
             return Ok(None);
         };

@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, RwLock};
 
-use rustix::fs::Dir;
+use rustix::fs::{AtFlags, Dir, unlinkat};
 use rustix::io::Errno;
 
 pub use error::StoreError;
@@ -202,6 +202,28 @@ impl Store {
             "publish into a directory that keeps being removed",
             Errno::NOENT,
         ))
+    }
+
+    /// Takes the entry of `key` away; false if there is none.
+    ///
+    /// For an entry that is sound but turned out to be of no use, so that a better one can take its
+    /// place. Readers that hold it keep it.
+    pub fn remove(&self, kind: Kind, key: &Digest) -> Result<bool, StoreError> {
+        let Some(tree) = self.tree()? else {
+            return Ok(false);
+        };
+        match lookup::open(&tree, kind, key, Verify::Sections(&[])) {
+            Ok(None) => return Ok(false),
+            Err(unfit) if matches!(unfit.error, StoreError::OtherKind { .. }) => {
+                return Err(unfit.error);
+            }
+            Ok(Some(_)) | Err(_) => {}
+        }
+        match unlinkat(&tree.directory, tree::relative_path(key), AtFlags::empty()) {
+            Ok(()) => Ok(true),
+            Err(Errno::NOENT) => Ok(false),
+            Err(error) => Err(StoreError::write(&tree.entry_path(key), "remove", error)),
+        }
     }
 
     /// The single-flight lock of `key`, not taken yet.

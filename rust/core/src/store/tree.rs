@@ -60,8 +60,7 @@ impl Tree {
 
     /// Where the entry of `key` is, for messages.
     pub(super) fn entry_path(&self, key: &Digest) -> PathBuf {
-        let name = key.to_string();
-        self.path.join(fan_out(&name)).join(&name)
+        self.path.join(relative_path(key))
     }
 
     /// Renames what is at `directory/name` into the tree's `aside`, to make the place free.
@@ -122,6 +121,12 @@ impl From<&Stat> for FileId {
 /// The name of the directory of an entry or lock.
 pub(super) fn fan_out(hex: &str) -> &str {
     hex.get(..2).unwrap_or(hex)
+}
+
+/// Where the entry of `key` is, from the tree's directory.
+pub(super) fn relative_path(key: &Digest) -> String {
+    let name = key.to_string();
+    format!("{}/{name}", fan_out(&name))
 }
 
 /// Whether a directory has no name any more.
