@@ -1,8 +1,10 @@
 """Types of the Rust extension module. Each part is written beside its Rust source."""
 
-from collections.abc import Buffer, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, final
+
+from typing_extensions import Buffer
 
 __version__: str
 
@@ -118,8 +120,7 @@ def write_neff(
         inputs: input tensors.
         outputs: output tensors; at least one.
         members: more files for the archive, by relative path.
-        compression: `none` makes reading members cheap, `gzip` makes the file small. An archive
-            that compresses further than the reader's inflate ratio allows is stored plain.
+        compression: `none` makes reading members cheap, `gzip` makes the file small.
 
     Raises:
         ConfigurationError: an argument cannot be written. Attributes: `name`, `value`.

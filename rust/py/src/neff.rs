@@ -37,13 +37,12 @@ impl NeffTensor {
         PyTuple::new(py, &self.dimensions)
     }
 
-    fn __repr__(&self) -> String {
-        let Self {
-            name,
-            dtype,
-            dimensions,
-        } = self;
-        format!("NeffTensor(name={name:?}, dtype={dtype:?}, shape={dimensions:?})")
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        let Self { name, dtype, .. } = self;
+        let shape = self.shape(py)?.repr()?;
+        Ok(format!(
+            "NeffTensor(name={name:?}, dtype={dtype:?}, shape={shape})"
+        ))
     }
 }
 
@@ -256,9 +255,14 @@ type TensorTuple = (String, String, Vec<u64>);
 
 /// Writes a NEFF without device code for one core.
 #[pyfunction]
-#[pyo3(signature = (
-    *, name, target, compiler_version, inputs, outputs, members = Vec::new(), compression = "gzip"
-))]
+#[pyo3(
+    signature = (
+        *, name, target, compiler_version, inputs, outputs, members = Vec::new(),
+        compression = "gzip",
+    ),
+    text_signature = "(*, name, target, compiler_version, inputs, outputs, members=(), \
+                      compression='gzip')"
+)]
 #[expect(
     clippy::too_many_arguments,
     reason = "keyword arguments of a Python function"

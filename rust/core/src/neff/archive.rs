@@ -4,10 +4,11 @@
 
 use std::borrow::Cow;
 use std::collections::HashMap;
+use std::fmt::Display;
 use std::path::Path;
 
-use super::error::{Mismatch, NeffError};
-use super::stream::{self, Compression, Stream};
+use super::error::{Mismatch, NeffError, shortened};
+use super::stream::{Compression, Stream};
 use super::tar::{self, BLOCK_BYTES, Block, BlockKind, Fault, PaxRecords};
 
 /// Bytes of a block, as a stream length.
@@ -33,7 +34,9 @@ pub struct Limits {
     /// Inflated bytes that are allowed whatever the ratio, so that a small archive of constants
     /// that compress well is not refused.
     pub inflate_floor_bytes: u64,
-    /// Most bytes of one JSON member that is parsed, and of all subgraph definitions together.
+    /// Most bytes of a member's path.
+    pub name_bytes: usize,
+    /// Most bytes of a JSON member that is parsed, and of all subgraph definitions together.
     pub json_bytes: u64,
 }
 
@@ -45,6 +48,7 @@ impl Limits {
         total_bytes: 8 << 30,
         inflate_ratio: 256,
         inflate_floor_bytes: 64 << 20,
+        name_bytes: 1024,
         json_bytes: 64 << 20,
     };
 }
@@ -68,12 +72,13 @@ pub struct Member {
     pub(super) npy_prefix: Option<[u8; NPY_PREFIX_BYTES]>,
 }
 
-/// The index of an archive, and the small members that were kept while it was read.
+/// The index of an archive, and the metadata members that were kept while it was read.
 #[derive(Debug)]
 pub(super) struct Archive {
     pub(super) compression: Compression,
     pub(super) members: Vec<Member>,
     by_name: HashMap<String, usize>,
+    /// Content by index of the member; only out of a compressed payload.
     kept: HashMap<usize, Vec<u8>>,
     limits: Limits,
 }
@@ -81,8 +86,8 @@ pub(super) struct Archive {
 impl Archive {
     /// Reads the whole payload once and indexes it.
     ///
-    /// Members that satisfy `keep` and fit `limits.json_bytes` altogether stay in memory, so that
-    /// reading them does not inflate a compressed payload again.
+    /// The members of a compressed payload that satisfy `keep` and fit `limits.json_bytes`
+    /// together stay in memory, so that reading them does not inflate the payload again.
     pub(super) fn index(
         payload: &[u8],
         limits: &Limits,
@@ -115,10 +120,11 @@ impl Archive {
                 keep_budget = keep_budget.saturating_sub(size);
                 archive
                     .kept
-                    .insert(index, reader.content(size)?.into_owned());
+                    .insert(index, reader.stream.take(size)?.into_owned());
             } else if is_numpy_file(&name) && size >= NPY_PREFIX_BYTES as u64 {
                 npy_prefix = reader
-                    .content(NPY_PREFIX_BYTES as u64)?
+                    .stream
+                    .take(NPY_PREFIX_BYTES as u64)?
                     .first_chunk()
                     .copied();
             }
@@ -139,22 +145,61 @@ impl Archive {
             .and_then(|&index| self.members.get(index))
     }
 
-    /// The bytes of the member `name`; an error of kind `Content` if there is none.
+    /// Makes sure that [`Self::read`] of `names` is cheap: what was not kept while the payload was
+    /// indexed is inflated now, all in one pass.
+    pub(super) fn load<'a>(
+        &mut self,
+        payload: &[u8],
+        names: impl IntoIterator<Item = &'a str>,
+    ) -> Result<(), NeffError> {
+        let mut budget = self.limits.json_bytes;
+        let mut wanted = Vec::new();
+        for name in names {
+            let Some(&index) = self.by_name.get(name) else {
+                return Err(self.missing(name));
+            };
+            let member = self.members.get(index).ok_or_else(|| self.missing(name))?;
+            budget = budget
+                .checked_sub(member.size)
+                .ok_or_else(|| NeffError::Limit {
+                    what: "bytes of metadata",
+                    mismatch: self.mismatch(
+                        member.offset,
+                        format_args!(
+                            "at most {} bytes in {name:?} and its like",
+                            self.limits.json_bytes
+                        ),
+                        format_args!("{} bytes in {name:?}", member.size),
+                    ),
+                })?;
+            wanted.push((member.offset, member.size, index));
+        }
+        wanted.retain(|(_, _, index)| !self.kept.contains_key(index));
+        if self.compression == Compression::None || wanted.is_empty() {
+            return Ok(());
+        }
+        wanted.sort_unstable();
+        let mut stream = Stream::new(payload, &self.limits);
+        for (offset, size, index) in wanted {
+            stream.skip(offset.saturating_sub(stream.position()))?;
+            self.kept.insert(index, stream.take(size)?.into_owned());
+        }
+        Ok(())
+    }
+
+    /// The content of the member `name`.
     pub(super) fn read<'a>(
         &'a self,
         payload: &'a [u8],
         name: &str,
     ) -> Result<Cow<'a, [u8]>, NeffError> {
         let Some(&index) = self.by_name.get(name) else {
-            return Err(self.missing(name, "a member of this name"));
+            return Err(self.missing(name));
         };
         if let Some(kept) = self.kept.get(&index) {
             return Ok(Cow::Borrowed(kept));
         }
-        let member = self
-            .members
-            .get(index)
-            .ok_or_else(|| self.missing(name, "a member"))?;
+        let member = self.members.get(index).ok_or_else(|| self.missing(name))?;
         let mut stream = Stream::new(payload, &self.limits);
         stream.skip(member.offset)?;
         stream.take(member.size)
@@ -166,34 +211,27 @@ impl Archive {
     }
 
     /// The error that a member is missing; its place is the start of the archive.
-    pub(super) fn missing(&self, name: &str, expected: &str) -> NeffError {
-        NeffError::Content {
-            member: name.to_owned(),
-            mismatch: self.place(0, expected.to_owned(), "no such member".to_owned()),
-        }
+    fn missing(&self, name: &str) -> NeffError {
+        self.content_error(name, "a member of this name", "none")
     }
 
     /// The error that the content of `name` is not what it must be.
     pub(super) fn content_error(
         &self,
         name: &str,
-        expected: impl Into<String>,
-        found: impl Into<String>,
+        expected: impl Display,
+        found: impl Display,
     ) -> NeffError {
         let offset = self.get(name).map_or(0, |member| member.offset);
         NeffError::Content {
-            member: name.to_owned(),
-            mismatch: self.place(offset, expected.into(), found.into()),
+            member: shortened(name.to_owned()),
+            mismatch: self.mismatch(offset, expected, found),
         }
     }
 
-    fn place(&self, position: u64, expected: String, found: String) -> Mismatch {
-        stream::place(
-            self.compression == Compression::Gzip,
-            position,
-            expected,
-            found,
-        )
+    fn mismatch(&self, position: u64, expected: impl Display, found: impl Display) -> Mismatch {
+        let is_compressed = self.compression == Compression::Gzip;
+        Mismatch::in_payload(is_compressed, position, expected, found)
     }
 }
 
@@ -266,11 +304,6 @@ impl<'a> Reader<'a> {
                 }
             }
         }
-    }
-
-    /// Reads bytes of the current member's content.
-    fn content(&mut self, count: u64) -> Result<Cow<'a, [u8]>, NeffError> {
-        self.stream.take(count)
     }
 
     /// The next header block and where it starts; `None` at the two blocks of zeros.
@@ -356,6 +389,10 @@ impl<'a> Reader<'a> {
     ) -> Result<(String, u64), NeffError> {
         let PaxRecords { path, size } = pax.unwrap_or_default();
         let name = path.unwrap_or(block.name);
+        if name.len() > self.limits.name_bytes {
+            let limit = self.limits.name_bytes as u64;
+            return Err(self.limit("bytes of a name", start, limit, Some(name.len() as u64)));
+        }
         let name = String::from_utf8(name).map_err(|error| {
             let found = String::from_utf8_lossy(error.as_bytes()).into_owned();
             self.archive_error(start, "a member name in UTF-8", format!("{found:?}"))
@@ -403,8 +440,8 @@ impl<'a> Reader<'a> {
     fn archive_error(
         &self,
         position: u64,
-        expected: impl Into<String>,
-        found: impl Into<String>,
+        expected: impl Display,
+        found: impl Display,
     ) -> NeffError {
         NeffError::Archive {
             member: None,

@@ -4,6 +4,8 @@ use std::fmt;
 
 use thiserror::Error;
 
+use super::header::PAYLOAD_OFFSET;
+
 /// The family of a [`NeffError`]; decides the status that a runtime reports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -47,8 +49,27 @@ impl Mismatch {
         Self {
             offset,
             inflated_offset: None,
-            expected: expected.to_string(),
-            found: found.to_string(),
+            expected: shortened(expected.to_string()),
+            found: shortened(found.to_string()),
+        }
+    }
+
+    /// A mismatch in the payload, at `position` of its inflated stream. Of a payload that is not
+    /// compressed every position is a place in the file.
+    pub(super) fn in_payload(
+        is_compressed: bool,
+        position: u64,
+        expected: impl fmt::Display,
+        found: impl fmt::Display,
+    ) -> Self {
+        if is_compressed {
+            let mismatch = Self::at(PAYLOAD_OFFSET, expected, found);
+            Self {
+                inflated_offset: Some(position),
+                ..mismatch
+            }
+        } else {
+            Self::at(PAYLOAD_OFFSET.saturating_add(position), expected, found)
         }
     }
 }
@@ -60,6 +81,42 @@ impl fmt::Display for Mismatch {
             None => write!(f, "at offset {}", self.offset)?,
         }
         write!(f, ": expected {}, found {}", self.expected, self.found)
+    }
+}
+
+/// `text` cut to a length that a message can bear: parts of it come out of the file.
+pub(super) fn shortened(mut text: String) -> String {
+    const MOST_BYTES: usize = 400;
+    if text.len() > MOST_BYTES {
+        text.truncate(text.floor_char_boundary(MOST_BYTES));
+        text.push_str("...");
+    }
+    text
+}
+
+/// What a NEFF has that is allowed but unlike every known file: a bounded list of bounded lines.
+#[derive(Debug, Default)]
+pub(super) struct Warnings {
+    lines: Vec<String>,
+    left_out: u64,
+}
+
+impl Warnings {
+    const MOST_LINES: usize = 100;
+
+    pub(super) fn push(&mut self, line: impl Into<String>) {
+        if self.lines.len() < Self::MOST_LINES {
+            self.lines.push(shortened(line.into()));
+        } else {
+            self.left_out = self.left_out.saturating_add(1);
+        }
+    }
+
+    pub(super) fn into_lines(mut self) -> Vec<String> {
+        if self.left_out > 0 {
+            self.lines.push(format!("{} more warnings", self.left_out));
+        }
+        self.lines
     }
 }
 
@@ -114,7 +171,7 @@ pub enum NeffError {
         mismatch: Mismatch,
     },
     /// What a member says, or a member that is missing.
-    #[error("NEFF member {member}, {mismatch}")]
+    #[error("NEFF member {member:?}, {mismatch}")]
     Content {
         /// The member's name.
         member: String,

@@ -7,7 +7,7 @@ use std::mem::{offset_of, size_of};
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use super::error::{Mismatch, NeffError};
+use super::error::{Mismatch, NeffError, Warnings};
 use super::{digest, features};
 
 /// Bytes of the header; the payload starts here.
@@ -117,7 +117,7 @@ impl Header {
 /// What no rule forbids but no real file shows becomes a line in `warnings`.
 pub(super) fn parse<'a>(
     data: &'a [u8],
-    warnings: &mut Vec<String>,
+    warnings: &mut Warnings,
 ) -> Result<(Header, &'a [u8]), NeffError> {
     let Ok((raw, rest)) = RawHeader::ref_from_prefix(data) else {
         return Err(NeffError::Header {
@@ -189,16 +189,16 @@ pub(super) fn parse<'a>(
         ));
     }
     if package_version == PackageVersion::Md5 && raw.hash.iter().skip(16).any(|&byte| byte != 0) {
-        warnings.push("the 16 bytes after the MD5 digest (offset 188) are not zero".to_owned());
+        warnings.push("the 16 bytes after the MD5 digest (offset 188) are not zero");
     }
     if raw.uuid == [0; 16] {
-        warnings.push("the uuid (offset 204) is all zero; runtimes use it as identity".to_owned());
+        warnings.push("the uuid (offset 204) is all zero; runtimes use it as identity");
     }
     if raw.build_version.iter().any(|&byte| byte != 0) {
-        warnings.push("neff_build_version (offset 40) is not zero".to_owned());
+        warnings.push("neff_build_version (offset 40) is not zero");
     }
     if raw.pad.iter().any(|&byte| byte != 0) {
-        warnings.push("the padding at the end of the header (offset 556) is not zero".to_owned());
+        warnings.push("the padding at the end of the header (offset 556) is not zero");
     }
     let header = Header {
         package_version,
@@ -220,7 +220,7 @@ pub(super) fn parse<'a>(
 fn payload<'a>(
     data_size: u64,
     rest: &'a [u8],
-    warnings: &mut Vec<String>,
+    warnings: &mut Warnings,
 ) -> Result<&'a [u8], NeffError> {
     let payload = usize::try_from(data_size)
         .ok()
@@ -244,7 +244,7 @@ fn payload<'a>(
     }
 }
 
-fn name(field: &[u8; NAME_BYTES], warnings: &mut Vec<String>) -> Result<String, NeffError> {
+fn name(field: &[u8; NAME_BYTES], warnings: &mut Warnings) -> Result<String, NeffError> {
     let mut parts = field.splitn(2, |&byte| byte == 0);
     let (Some(text), Some(tail)) = (parts.next(), parts.next()) else {
         return Err(NeffError::Header {
@@ -253,14 +253,14 @@ fn name(field: &[u8; NAME_BYTES], warnings: &mut Vec<String>) -> Result<String, 
         });
     };
     if tail.iter().any(|&byte| byte != 0) {
-        warnings.push("the name (offset 220) is not filled up with zeros".to_owned());
+        warnings.push("the name (offset 220) is not filled up with zeros");
     }
     if text.is_empty() {
-        warnings.push("the name (offset 220) is empty".to_owned());
+        warnings.push("the name (offset 220) is empty");
     }
     let name = String::from_utf8_lossy(text).into_owned();
     if name.as_bytes() != text {
-        warnings.push("the name (offset 220) is not UTF-8".to_owned());
+        warnings.push("the name (offset 220) is not UTF-8");
     }
     Ok(name)
 }

@@ -2,11 +2,13 @@
 //!
 //! Source: docs/neff-format.md, "info.json" and "kelf-0.json".
 
+use std::collections::HashSet;
+
 use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::archive::Archive;
-use super::error::NeffError;
+use super::error::{NeffError, Warnings};
 use super::header::Header;
 
 /// Name of the member that describes the package.
@@ -29,7 +31,7 @@ pub(super) fn parse_info(
     archive: &Archive,
     text: &[u8],
     header: &Header,
-    warnings: &mut Vec<String>,
+    warnings: &mut Warnings,
 ) -> Result<String, NeffError> {
     let info: Info = serde_json::from_slice(text).map_err(|reason| {
         archive.content_error(INFO_MEMBER, "the JSON of a NEFF's info", reason.to_string())
@@ -102,7 +104,7 @@ pub(super) fn parse_kelf(
     archive: &Archive,
     member: &str,
     text: &[u8],
-    warnings: &mut Vec<String>,
+    warnings: &mut Warnings,
 ) -> Result<Kelf, NeffError> {
     let kelf: Kelf = serde_json::from_slice(text).map_err(|reason| {
         archive.content_error(
@@ -116,6 +118,18 @@ pub(super) fn parse_kelf(
             member,
             format!("1 to {MAX_SUBGRAPHS} subgraphs"),
             kelf.graphs.len().to_string(),
+        ));
+    }
+    let mut definitions = HashSet::new();
+    if let Some(graph) = kelf
+        .graphs
+        .iter()
+        .find(|graph| !definitions.insert(&graph.definition))
+    {
+        return Err(archive.content_error(
+            member,
+            "every subgraph definition once",
+            format_args!("{:?} twice", graph.definition),
         ));
     }
     if kelf.target.is_empty() {

@@ -33,6 +33,7 @@ pub use subgraph::Subgraph;
 pub use write::{WriteError, WriteRequest, write};
 
 use archive::Archive;
+use error::Warnings;
 
 /// How thoroughly and within which bounds to parse.
 #[derive(Clone, Debug)]
@@ -69,7 +70,7 @@ pub struct Neff<B> {
 impl<B: AsRef<[u8]>> Neff<B> {
     /// Parses and validates `data`.
     pub fn parse(data: B, options: &ParseOptions) -> Result<Self, NeffError> {
-        let mut warnings = Vec::new();
+        let mut warnings = Warnings::default();
         let (header, payload) = header::parse(data.as_ref(), &mut warnings)?;
         let digest_order = if options.verify_hash {
             Some(digest::verify(&header, payload)?)
@@ -77,34 +78,36 @@ impl<B: AsRef<[u8]>> Neff<B> {
             None
         };
         let mut archive = Archive::index(payload, &options.limits, is_metadata)?;
-        let members = Metadata {
-            archive: &archive,
-            payload,
-            limits: &options.limits,
-        };
 
-        let text = members.json(signature::MEMBER)?;
+        archive.load(payload, [signature::MEMBER])?;
+        let text = archive.read(payload, signature::MEMBER)?;
         let signature = signature::parse(&archive, &text, &mut warnings)?;
         let compiler_version = if archive.get(manifest::INFO_MEMBER).is_some() {
-            let text = members.json(manifest::INFO_MEMBER)?;
+            archive.load(payload, [manifest::INFO_MEMBER])?;
+            let text = archive.read(payload, manifest::INFO_MEMBER)?;
             manifest::parse_info(&archive, &text, &header, &mut warnings)?
         } else {
-            warnings.push("there is no info.json: the compiler's version is unknown".to_owned());
+            warnings.push("there is no info.json: the compiler's version is unknown");
             String::new()
         };
-        let text = members.json(&signature.kelf)?;
+        archive.load(payload, [signature.kelf.as_str()])?;
+        let text = archive.read(payload, &signature.kelf)?;
         let kelf = manifest::parse_kelf(&archive, &signature.kelf, &text, &mut warnings)?;
+        archive.load(
+            payload,
+            kelf.graphs.iter().map(|graph| graph.definition.as_str()),
+        )?;
         let mut subgraphs = Vec::with_capacity(kelf.graphs.len());
         for graph in &kelf.graphs {
-            let text = members.json(&graph.definition)?;
-            let subgraph = subgraph::parse(
+            let path = &graph.definition;
+            let text = archive.read(payload, path)?;
+            subgraphs.push(subgraph::parse(
                 &archive,
-                &graph.definition,
+                path,
                 &text,
                 &signature,
                 &mut warnings,
-            )?;
-            subgraphs.push(subgraph);
+            )?);
         }
         warn_of_unusual_features(&header, &subgraphs, &mut warnings);
         for tensor in signature.inputs.iter().chain(&signature.outputs) {
@@ -124,7 +127,7 @@ impl<B: AsRef<[u8]>> Neff<B> {
             target: kelf.target,
             compiler_version,
             subgraphs,
-            warnings,
+            warnings: warnings.into_lines(),
             data,
         })
     }
@@ -199,30 +202,8 @@ fn is_metadata(name: &str) -> bool {
         || name.ends_with("/def.json")
 }
 
-/// Reads JSON members within the limits.
-struct Metadata<'a> {
-    archive: &'a Archive,
-    payload: &'a [u8],
-    limits: &'a Limits,
-}
-
-impl<'a> Metadata<'a> {
-    fn json(&self, name: &str) -> Result<Cow<'a, [u8]>, NeffError> {
-        if let Some(member) = self.archive.get(name)
-            && member.size > self.limits.json_bytes
-        {
-            return Err(self.archive.content_error(
-                name,
-                format!("at most {} bytes of JSON", self.limits.json_bytes),
-                format!("{} bytes", member.size),
-            ));
-        }
-        self.archive.read(self.payload, name)
-    }
-}
-
 /// Rules that hold in every known file but that nothing documents.
-fn warn_of_unusual_features(header: &Header, subgraphs: &[Subgraph], warnings: &mut Vec<String>) {
+fn warn_of_unusual_features(header: &Header, subgraphs: &[Subgraph], warnings: &mut Warnings) {
     if subgraphs.len() as u64 != u64::from(header.lnc_size) {
         warnings.push(format!(
             "lnc_size is {}, the number of subgraphs is {}",

@@ -9,7 +9,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::archive::Archive;
-use super::error::NeffError;
+use super::error::{NeffError, Warnings};
 
 /// Name of the member.
 pub(super) const MEMBER: &str = "neff.json";
@@ -100,7 +100,7 @@ struct DeclaredTensor {
 pub(super) fn parse(
     archive: &Archive,
     text: &[u8],
-    warnings: &mut Vec<String>,
+    warnings: &mut Warnings,
 ) -> Result<Signature, NeffError> {
     let error = |expected: &str, found: String| archive.content_error(MEMBER, expected, found);
     let graph: Graph = serde_json::from_slice(text)
@@ -226,7 +226,7 @@ fn warn_of_inconsistency(
     program: &Node,
     program_index: usize,
     counts: &Counts,
-    warnings: &mut Vec<String>,
+    warnings: &mut Warnings,
 ) {
     let rows = counts.inputs.saturating_add(counts.listed);
     let mut compare = |what: &str, expected: String, found: String| {
@@ -284,7 +284,7 @@ fn text_of(value: Option<&usize>) -> String {
     value.map_or_else(|| "none".to_owned(), ToString::to_string)
 }
 
-fn warn_of_declared(metadata: &Metadata, inputs: &[Tensor], warnings: &mut Vec<String>) {
+fn warn_of_declared(metadata: &Metadata, inputs: &[Tensor], warnings: &mut Warnings) {
     let Some(declared) = metadata.signatures.get("default") else {
         return;
     };

@@ -3,6 +3,7 @@
 //! Nothing of the stream is kept; a compressed payload is inflated through a fixed buffer.
 
 use std::borrow::Cow;
+use std::fmt::Display;
 use std::io::{ErrorKind, Read};
 
 use flate2::bufread::GzDecoder;
@@ -80,14 +81,14 @@ impl<'a> Stream<'a> {
     pub(super) fn mismatch(
         &self,
         position: u64,
-        expected: impl Into<String>,
-        found: impl Into<String>,
+        expected: impl Display,
+        found: impl Display,
     ) -> Mismatch {
-        place(
+        Mismatch::in_payload(
             matches!(self.source, Source::Gzip(_)),
             position,
-            expected.into(),
-            found.into(),
+            expected,
+            found,
         )
     }
 
@@ -242,19 +243,5 @@ impl<'a> Stream<'a> {
                 "the end of the payload",
             ),
         }
-    }
-}
-
-/// A place in the inflated stream: in a plain payload it is a place in the file.
-pub(super) fn place(is_gzip: bool, position: u64, expected: String, found: String) -> Mismatch {
-    Mismatch {
-        offset: if is_gzip {
-            PAYLOAD_OFFSET
-        } else {
-            PAYLOAD_OFFSET.saturating_add(position)
-        },
-        inflated_offset: is_gzip.then_some(position),
-        expected,
-        found,
     }
 }

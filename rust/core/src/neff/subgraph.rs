@@ -3,6 +3,7 @@
 //! Source: docs/neff-format.md, "def.json".
 
 use std::collections::BTreeMap;
+use std::fmt::Display;
 
 use serde::Deserialize;
 use serde::de::IgnoredAny;
@@ -10,7 +11,7 @@ use serde_json::{Map, Value, json};
 
 use super::archive::{Archive, Member, NPY_PREFIX_BYTES, is_numpy_file};
 use super::dtype;
-use super::error::NeffError;
+use super::error::{NeffError, Warnings};
 use super::signature::{Signature, Tensor};
 
 /// Key prefixes of the five engines in `def.json`, and the stem of the files our writer gives them.
@@ -78,7 +79,7 @@ pub(super) fn parse(
     path: &str,
     text: &[u8],
     signature: &Signature,
-    warnings: &mut Vec<String>,
+    warnings: &mut Warnings,
 ) -> Result<Subgraph, NeffError> {
     let definition: Definition = serde_json::from_slice(text).map_err(|reason| {
         archive.content_error(
@@ -113,7 +114,7 @@ struct Check<'a> {
 }
 
 impl Check<'_> {
-    fn error(&self, expected: impl Into<String>, found: impl Into<String>) -> NeffError {
+    fn error(&self, expected: impl Display, found: impl Display) -> NeffError {
         self.archive.content_error(self.path, expected, found)
     }
 
@@ -125,11 +126,7 @@ impl Check<'_> {
         }
     }
 
-    fn engines(
-        &self,
-        definition: &Definition,
-        warnings: &mut Vec<String>,
-    ) -> Result<(), NeffError> {
+    fn engines(&self, definition: &Definition, warnings: &mut Warnings) -> Result<(), NeffError> {
         let keys = [
             ("pe", &definition.pe),
             ("act", &definition.act),
@@ -184,7 +181,7 @@ impl Check<'_> {
     fn files(
         &self,
         variables: &BTreeMap<String, Variable>,
-        warnings: &mut Vec<String>,
+        warnings: &mut Warnings,
     ) -> Result<(), NeffError> {
         for (name, variable) in variables
             .iter()

@@ -108,6 +108,25 @@ pub(super) fn parse_block(bytes: &[u8; BLOCK_BYTES]) -> Result<Block, Fault> {
     }
     let size = octal(&raw.size)
         .ok_or_else(|| Fault::new(SIZE_OFFSET, "an octal size", lossy(&raw.size)))?;
+    // Nothing depends on these, but other readers refuse a block in which they are not numbers.
+    let unused: [(u64, &[u8]); 6] = [
+        (100, &raw.mode),
+        (108, &raw.uid),
+        (116, &raw.gid),
+        (136, &raw.mtime),
+        (329, &raw.devmajor),
+        (337, &raw.devminor),
+    ];
+    for (offset, field) in unused {
+        let is_empty = field.iter().all(|&byte| byte == 0 || byte == b' ');
+        if !is_empty && octal(field).is_none() {
+            return Err(Fault::new(
+                offset,
+                "an octal field or an empty one",
+                lossy(field),
+            ));
+        }
+    }
     let kind = match raw.typeflag {
         b'0' | 0 => BlockKind::File,
         b'5' => BlockKind::Directory,
