@@ -1,0 +1,412 @@
+"""A step function and example inputs become one functional ATen graph with static shapes.
+
+Dynamo traces the whole step (`dynamo_trace`), AOTAutograd makes the graph functional: in-place
+updates become outputs, and its own metadata says which inputs they belong to. Neither runs the
+graph. Weights and buffers are graph inputs that keep their names, never constants.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._functorch._aot_autograd.schemas import OutputType
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch._guards import TracingContext, tracing
+
+from vllm_neuron.dynamo_trace import (
+    DynamoTrace,
+    GraphOutput,
+    attribute_path,
+    explain,
+    refusal,
+    source_line,
+    trace_step,
+    traced_modules,
+)
+from vllm_neuron.errors import CaptureError
+from vllm_neuron.lowering.decompositions import decomposition_table
+from vllm_neuron.trace_record import GraphInput, TensorSpec, TraceRecord, source_digests
+
+__all__ = ["CapturedGraph", "GraphInput", "TensorSpec", "TraceRecord", "capture", "find_tensor"]
+
+
+@dataclass
+class CapturedGraph:
+    """One traced bucket.
+
+    Attributes:
+        graph_module: functional ATen graph; flat tensor inputs in the order of `record.inputs`,
+            a flat tuple of outputs in the order of `record.outputs`. Each node's `stack_trace`
+            names the line of the model that made it.
+        record: bindings, aliases and result structure.
+        bucket: the bucket's name.
+    """
+
+    graph_module: torch.fx.GraphModule
+    record: TraceRecord
+    bucket: str
+
+
+def capture(step: torch.nn.Module, args: tuple[Any, ...], *, bucket: str) -> CapturedGraph:
+    """Trace `step(*args)` into one functional graph, without running it or touching weights.
+
+    Python side effects of the step happen in the trace only and are gone afterwards.
+
+    Args:
+        step: module whose forward takes nested tuples and lists of CPU tensors.
+        args: example arguments; only shapes, dtypes and strides matter. Values that are not
+            tensors become constants of the graph.
+        bucket: name of the bucket, for messages.
+
+    Raises:
+        CaptureError: the step is not one static graph. `source` is `file:line` of the model.
+    """
+    for path, leaf in _leaves(tuple(args), "args"):
+        _refuse_dynamic_dimensions(leaf, path, bucket)
+    args = _separate_arguments(args)
+    with torch.no_grad():
+        trace = trace_step(step, args, bucket=bucket)
+        names = _tensor_names(step, args)
+        inputs = _bind_inputs(trace, names, bucket)
+        _merge_duplicates(trace, inputs)
+        graph_module, metadata = _functionalise(trace, inputs, bucket)
+        return _assemble(graph_module, metadata, trace, inputs, names, bucket)
+
+
+def find_tensor(step: torch.nn.Module, graph_input: GraphInput) -> torch.Tensor:
+    """The tensor of `step` that a parameter, buffer or attribute input is bound to.
+
+    Raises:
+        CaptureError: `step` has no such tensor, or it has another shape or dtype.
+    """
+    value: Any = step
+    try:
+        for part in _split_path(graph_input.name):
+            value = getattr(value, part) if isinstance(part, str) else value[part[0]]
+        found = _spec(value) if isinstance(value, torch.Tensor) else type(value).__name__
+    except (AttributeError, KeyError, IndexError, TypeError) as error:
+        found = f"nothing ({error})"
+    if found != graph_input.spec:
+        raise CaptureError(
+            f"The graph reads the {graph_input.kind} {graph_input.name!r}: expected "
+            f"{graph_input.spec}, found {found}. The model is not the one that was traced.",
+            bucket=None,
+            reason="a graph input cannot be bound",
+            source=None,
+        )
+    return value
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{path}[{index}]")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}[{key!r}]")
+    else:
+        yield path, value
+
+
+def _refuse_dynamic_dimensions(leaf: Any, path: str, bucket: str) -> None:
+    if not isinstance(leaf, torch.Tensor):
+        return
+    marked = set()
+    for name in ("_dynamo_dynamic_indices", "_dynamo_unbacked_indices"):
+        marked |= set(getattr(leaf, name, ()))
+    symbolic = {i for i, size in enumerate(leaf.shape) if isinstance(size, torch.SymInt)}
+    for dimension in sorted(marked | symbolic):
+        raise refusal(
+            bucket,
+            f"dimension {dimension} of input {path} is dynamic",
+            "Neuron graphs have static shapes: give each bucket its own size and leave out "
+            "mark_dynamic.",
+        )
+
+
+def _separate_arguments(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Give an argument that is the same tensor as an earlier one an object of its own.
+
+    Dynamo would make one graph input of both, and a later call may pass two tensors.
+    """
+    seen: set[int] = set()
+
+    def separate(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if id(value) in seen:
+                return value.detach()
+            seen.add(id(value))
+        elif type(value) in (list, tuple):
+            return type(value)(separate(item) for item in value)
+        elif type(value) is dict:
+            return {key: separate(item) for key, item in value.items()}
+        return value
+
+    return tuple(separate(arg) for arg in args)
+
+
+def _tensor_names(step: torch.nn.Module, args: Sequence[Any]) -> dict[int, tuple[Any, str]]:
+    """Kind and name of every tensor that has one, by object identity."""
+    names: dict[int, tuple[Any, str]] = {}
+    bound = inspect.signature(step.forward).bind(*args)
+    for argument, value in bound.arguments.items():
+        for path, leaf in _leaves(value, argument):
+            if isinstance(leaf, torch.Tensor):
+                names[id(leaf)] = ("argument", path)
+    for name, tensor in step.named_parameters(remove_duplicate=False):
+        names.setdefault(id(tensor), ("parameter", name))
+    for name, tensor in step.named_buffers(remove_duplicate=False):
+        names.setdefault(id(tensor), ("buffer", name))
+    return names
+
+
+def _bind_inputs(
+    trace: DynamoTrace, names: dict[int, tuple[Any, str]], bucket: str
+) -> list[GraphInput]:
+    inputs = []
+    for tensor, source in zip(trace.tensors, trace.sources, strict=True):
+        if not isinstance(tensor, torch.Tensor):
+            raise refusal(
+                bucket,
+                f"the graph takes {source.name}, a {type(tensor).__name__}, as an input",
+                "Pass a tensor, or make it a constant of the step.",
+            )
+        kind, name = names.get(id(tensor), ("attribute", attribute_path(source, trace.self_name)))
+        if name is None:
+            raise refusal(
+                bucket,
+                f"the graph reads the tensor {source.name}, which does not belong to the step",
+                "Register it as a buffer of the model, or pass it as an argument.",
+            )
+        inputs.append(GraphInput(kind, name, _spec(tensor)))
+    return inputs
+
+
+def _split_path(name: str) -> Iterator[str | tuple[int | str]]:
+    """Attribute names as `str`, subscripts as 1-tuples."""
+    rest = name
+    while rest:
+        if rest.startswith("["):
+            inner, _, rest = rest[1:].partition("]")
+            yield (inner[1:-1] if inner[:1] in "'\"" else int(inner),)
+        else:
+            rest = rest.removeprefix(".")
+            end = min((i for i in (rest.find("."), rest.find("[")) if i >= 0), default=len(rest))
+            yield rest[:end]
+            rest = rest[end:]
+
+
+def _spec(tensor: torch.Tensor) -> TensorSpec:
+    return TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+
+def _merge_duplicates(trace: DynamoTrace, inputs: list[GraphInput]) -> None:
+    """Make one graph input of tensors of the model that are the same memory (tied weights).
+
+    Arguments stay apart: a later call may pass different ones.
+    """
+    graph = trace.graph_module.graph
+    first: dict[Any, torch.fx.Node] = {}
+    doubled = []
+    for index, node in enumerate(graph.find_nodes(op="placeholder")):
+        if inputs[index].kind == "argument":
+            continue
+        tensor = trace.tensors[index]
+        key = (
+            tensor.untyped_storage()._cdata,
+            tensor.storage_offset(),
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.dtype,
+        )
+        if key in first:
+            node.replace_all_uses_with(first[key])
+            graph.erase_node(node)
+            doubled.append(index)
+        else:
+            first[key] = node
+    for index in reversed(doubled):
+        for items in (inputs, trace.tensors, trace.example_inputs, trace.sources):
+            del items[index]
+    if doubled:
+        trace.graph_module.recompile()
+
+
+def _functionalise(
+    trace: DynamoTrace, inputs: Sequence[GraphInput], bucket: str
+) -> tuple[torch.fx.GraphModule, Any]:
+    """AOTAutograd's inference graph and its metadata of mutations and output aliases."""
+    kept: dict[str, Any] = {}
+
+    def keep_graph(gm: torch.fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        kept.update(graph_module=gm, metadata=TracingContext.get().fw_metadata)
+        return lambda *args: args
+
+    context = TracingContext(trace.fake_mode)
+    context.tensor_to_context = trace.tensor_to_context
+    try:
+        with tracing(context), torch._functorch.config.patch(enable_autograd_cache=False):
+            aot_module_simplified(
+                trace.graph_module,
+                trace.example_inputs,
+                fw_compiler=keep_graph,
+                decompositions=decomposition_table(),
+            )
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise explain(error, bucket) from error
+    graph_module, metadata = kept["graph_module"], kept["metadata"]
+    if len(graph_module.graph.find_nodes(op="placeholder")) != len(inputs):
+        raise refusal(
+            bucket,
+            "the step updates an input in place that shares memory with another input",
+            "Pass inputs that do not overlap: " + ", ".join(_overlapping(trace, inputs)) + ".",
+        )
+    _refuse_data_dependent_sizes(graph_module.graph, bucket)
+    for info, graph_input in zip(metadata.input_info, inputs, strict=True):
+        if info.mutates_metadata or info.mutates_storage_metadata:
+            raise refusal(
+                bucket,
+                f"the step changes the shape or strides of input {graph_input.name} in place",
+                "Use a view instead.",
+            )
+    return graph_module, metadata
+
+
+def _refuse_data_dependent_sizes(graph: torch.fx.Graph, bucket: str) -> None:
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        values = value if isinstance(value, (list, tuple)) else [value]
+        for item in values:
+            sizes = item.shape if isinstance(item, torch.Tensor) else [item]
+            if any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes):
+                raise refusal(
+                    bucket,
+                    f"the result of {node.target} has a size that depends on the values of tensors",
+                    "Use operations whose result shape is known beforehand (torch.where, masking, "
+                    "a fixed output_size).",
+                    source_line(node.stack_trace),
+                )
+
+
+def _overlapping(trace: DynamoTrace, inputs: Sequence[GraphInput]) -> list[str]:
+    storages = [tensor.untyped_storage()._cdata for tensor in trace.tensors]
+    shared = {storage for storage in storages if storages.count(storage) > 1}
+    return [
+        graph_input.name
+        for graph_input, storage in zip(inputs, storages, strict=True)
+        if storage in shared
+    ]
+
+
+def _assemble(
+    graph_module: torch.fx.GraphModule,
+    metadata: Any,
+    trace: DynamoTrace,
+    inputs: list[GraphInput],
+    names: dict[int, tuple[Any, str]],
+    bucket: str,
+) -> CapturedGraph:
+    """Keep the outputs that the caller or an alias needs, and write the record."""
+    graph = graph_module.graph
+    mutated = list(metadata.mutated_inp_runtime_indices)
+    produced = list(graph.output_node().args[0])
+    outputs = produced[: len(mutated)]
+    user_outputs = produced[len(mutated) : len(mutated) + len(metadata.output_info)]
+    position: dict[int, int] = {}
+
+    def leaf(value: Any) -> list[Any]:
+        if isinstance(value, torch.Tensor):
+            return ["input", _input_index(value, graph, trace, inputs, names, bucket)]
+        info = metadata.output_info[value.index]
+        if info.output_type is OutputType.is_input:
+            return ["input", info.base_idx]
+        produced_value = user_outputs[value.index]
+        if not isinstance(produced_value, torch.fx.Node):
+            return _constant(produced_value, bucket)
+        if value.index not in position:
+            position[value.index] = len(outputs)
+            outputs.append(produced_value)
+        return ["output", position[value.index]]
+
+    result = _result_tree(trace.result, leaf, bucket)
+    graph.output_node().args = (tuple(outputs),)
+    for node in graph.nodes:
+        # AOTAutograd's pass over Python floats writes this one operator that is not ATen.
+        if node.target is torch.ops.prims.convert_element_type.default:
+            node.target = torch.ops.aten._to_copy.default
+            node.args, node.kwargs = node.args[:1], {"dtype": node.args[1]}
+    graph.eliminate_dead_code()
+    graph_module.recompile()
+    record = TraceRecord(
+        inputs=tuple(inputs),
+        outputs=tuple(_spec(node.meta["val"]) for node in outputs),
+        aliases=dict(enumerate(mutated)),
+        result=result,
+        sources=_sources(trace),
+    )
+    return CapturedGraph(graph_module, record, bucket)
+
+
+def _sources(trace: DynamoTrace) -> dict[str, str]:
+    modules = traced_modules(trace.code)
+    return {name: "" for name in modules} | source_digests(modules)
+
+
+def _input_index(
+    tensor: torch.Tensor,
+    graph: torch.fx.Graph,
+    trace: DynamoTrace,
+    inputs: list[GraphInput],
+    names: dict[int, tuple[Any, str]],
+    bucket: str,
+) -> int:
+    """Index of the graph input that is `tensor`; one that the graph does not use is added."""
+    for index, known in enumerate(trace.tensors):
+        if known is tensor:
+            return index
+    if id(tensor) not in names:
+        raise refusal(
+            bucket,
+            f"the step returns a tensor of shape {tuple(tensor.shape)} that does not belong to it",
+            "Register it as a buffer of the model, or pass it as an argument.",
+        )
+    kind, name = names[id(tensor)]
+    with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
+        node = graph.placeholder(f"passed_{len(inputs)}")
+    node.meta["val"] = trace.fake_mode.from_tensor(tensor, static_shapes=True)
+    trace.tensors.append(tensor)
+    inputs.append(GraphInput(kind, name, _spec(tensor)))
+    return len(inputs) - 1
+
+
+def _result_tree(value: Any, leaf: Callable[[Any], list[Any]], bucket: str) -> list[Any]:
+    if isinstance(value, (GraphOutput, torch.Tensor)):
+        return leaf(value)
+    kind = type(value)
+    if kind in (list, tuple):
+        return [kind.__name__, [_result_tree(item, leaf, bucket) for item in value]]
+    if kind is dict and all(type(key) in (str, int) for key in value):
+        items = [[key, _result_tree(item, leaf, bucket)] for key, item in value.items()]
+        return ["dict", items]
+    if isinstance(value, tuple) and kind is getattr(torch.return_types, kind.__name__, None):
+        items = [_result_tree(item, leaf, bucket) for item in value]
+        return [f"torch.return_types.{kind.__name__}", items]
+    return _constant(value, bucket)
+
+
+def _constant(value: Any, bucket: str) -> list[Any]:
+    if value is None or type(value) in (bool, int, str):
+        return ["const", value]
+    if type(value) is float:
+        return ["float", value.hex()]
+    raise refusal(
+        bucket,
+        f"the step returns a {type(value).__module__}.{type(value).__qualname__}",
+        "Return tensors, numbers, strings and None, in lists, tuples and dicts.",
+    )

@@ -1,0 +1,227 @@
+"""A captured graph as plain data, so that a process without torch can lower it.
+
+Every node becomes an operator name with its arguments in schema order, defaults filled in. Values
+are numbered; literals carry their kind. Weights are graph inputs and appear as a shape and a dtype;
+only tensors that the model's code writes out (`torch.tensor([0.5])`) travel as bytes.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_neuron.capture import CapturedGraph
+from vllm_neuron.dynamo_trace import source_line
+from vllm_neuron.errors import LoweringError
+
+__all__ = ["GraphMessage", "encode_graph"]
+
+# A literal tensor of the model's code is written into the module; above this size it belongs in a
+# buffer, or the module and its cache entry would carry it.
+MAX_LITERAL_BYTES = 1 << 20
+
+# Operators that return their first argument as a value, whatever the memory format.
+_IDENTITIES = {
+    torch.ops.aten.alias.default,
+    torch.ops.aten.clone.default,
+    torch.ops.aten.detach.default,
+    torch.ops.aten.lift_fresh_copy.default,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GraphMessage:
+    """What a lowering process is sent.
+
+    Attributes:
+        header: JSON tree with `inputs`, `literals`, `nodes`, `outputs` and `aliases`.
+        literals: bytes of the literal tensors, in the order of `header["literals"]`.
+        nodes: the graph node behind each entry of `header["nodes"]`, for error messages.
+    """
+
+    header: dict[str, Any]
+    literals: bytes
+    nodes: tuple[torch.fx.Node, ...]
+
+
+def encode_graph(graph: CapturedGraph, *, bucket: str) -> GraphMessage:
+    """Write a graph out as data.
+
+    Raises:
+        LoweringError: it holds something that is not an operator on tensors, or a large literal.
+    """
+    return _Encoder(graph, bucket).message()
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _spec(value: torch.Tensor) -> list[Any]:
+    return [_dtype_name(value.dtype), list(value.shape)]
+
+
+class _Encoder:
+    def __init__(self, graph: CapturedGraph, bucket: str) -> None:
+        self.captured = graph
+        self.bucket = bucket
+        self.values: dict[torch.fx.Node, Any] = {}
+        self.count = 0
+        self.nodes: list[dict[str, Any]] = []
+        self.origins: list[torch.fx.Node] = []
+        self.literal_specs: list[list[Any]] = []
+        self.literals = bytearray()
+
+    def message(self) -> GraphMessage:
+        inputs = []
+        outputs: list[int] = []
+        for node in self.captured.graph_module.graph.nodes:
+            if node.op == "placeholder":
+                self.values[node] = self._new_value()
+                inputs.append(_spec(node.meta["val"]))
+            elif node.op == "get_attr":
+                self.values[node] = self._literal(node)
+            elif node.op == "output":
+                outputs = [self.values[item] for item in node.args[0]]
+            else:
+                self._call(node)
+        header = {
+            "inputs": inputs,
+            "literals": self.literal_specs,
+            "nodes": self.nodes,
+            "outputs": outputs,
+            "aliases": sorted(self.captured.record.aliases.items()),
+        }
+        return GraphMessage(header, bytes(self.literals), tuple(self.origins))
+
+    def _new_value(self) -> int:
+        self.count += 1
+        return self.count - 1
+
+    def _refuse(self, node: torch.fx.Node, reason: str) -> LoweringError:
+        return lowering_error(self.bucket, node, reason)
+
+    def _literal(self, node: torch.fx.Node) -> int:
+        tensor = self.captured.graph_module
+        for part in str(node.target).split("."):
+            tensor = getattr(tensor, part)
+        if not isinstance(tensor, torch.Tensor):
+            raise self._refuse(node, f"the graph holds a {type(tensor).__name__}")
+        if tensor.nbytes > MAX_LITERAL_BYTES:
+            raise self._refuse(
+                node,
+                f"the graph holds a literal tensor of {tensor.nbytes} bytes; register it as a "
+                "buffer of the model",
+            )
+        self.literal_specs.append([self._new_value(), *_spec(tensor)])
+        flat = tensor.detach().contiguous().reshape(-1)
+        self.literals += flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+        return self.count - 1
+
+    def _call(self, node: torch.fx.Node) -> None:
+        target = node.target
+        if target is operator.getitem:
+            self.values[node] = self.values[node.args[0]][node.args[1]]
+            return
+        if target in _IDENTITIES:
+            self.values[node] = self.values[node.args[0]]
+            return
+        if not isinstance(target, torch._ops.OpOverload):
+            raise self._refuse(node, f"{target} is not an operator on tensors")
+        if torch.Tag.nondeterministic_seeded in target.tags:
+            raise self._refuse(
+                node,
+                "it draws random numbers, and a compiled graph has no generator; draw them outside "
+                "the step and pass them as an argument",
+            )
+        value = node.meta["val"]
+        results = [value] if isinstance(value, torch.Tensor) else value
+        if not isinstance(results, (list, tuple)) or not all(
+            result is None or isinstance(result, torch.Tensor) for result in results
+        ):
+            raise self._refuse(node, f"its result is a {type(value).__name__}, not a tensor")
+        numbers = [self._new_value() for _ in results]
+        self.values[node] = numbers[0] if isinstance(value, torch.Tensor) else numbers
+        self.nodes.append(
+            {
+                "op": str(target),
+                "args": self._arguments(node, target),
+                "results": [
+                    None if result is None else [number, *_spec(result)]
+                    for number, result in zip(numbers, results, strict=True)
+                ],
+                "returns_list": isinstance(target._schema.returns[0].type, torch.ListType),
+            }
+        )
+        self.origins.append(node)
+
+    def _arguments(self, node: torch.fx.Node, target: torch._ops.OpOverload) -> list[Any]:
+        arguments = []
+        for index, parameter in enumerate(target._schema.arguments):
+            if index < len(node.args) and not parameter.kwarg_only:
+                value = node.args[index]
+            elif parameter.name in node.kwargs:
+                value = node.kwargs[parameter.name]
+            else:
+                value = parameter.default_value
+            arguments.append(self._argument(node, value, parameter.type))
+        return arguments
+
+    def _argument(self, node: torch.fx.Node, value: Any, kind: Any) -> list[Any]:
+        if isinstance(kind, torch.OptionalType):
+            if value is None:
+                return ["none"]
+            kind = kind.getElementType()
+        if isinstance(value, torch.fx.Node):
+            number = self.values[value]
+            if not isinstance(number, int):
+                return ["list", "Tensor", [["value", item] for item in number]]
+            return ["value", number]
+        if isinstance(kind, torch.ListType):
+            element = kind.getElementType()
+            items = list(value) if isinstance(value, (list, tuple)) else [value]
+            return ["list", str(element), [self._argument(node, item, element) for item in items]]
+        if isinstance(value, bool):
+            literal = ["bool", value]
+        elif isinstance(value, int):
+            literal = ["int", value]
+            if isinstance(kind, torch.FloatType):
+                literal = ["float", float(value).hex()]
+        elif isinstance(value, float):
+            literal = ["float", value.hex()]
+        elif isinstance(value, str):
+            return ["str", value]
+        elif isinstance(value, torch.dtype):
+            return ["dtype", _dtype_name(value)]
+        elif isinstance(value, (torch.device, torch.layout, torch.memory_format)) or value is None:
+            # Where and how a tensor lies in memory does not change its value.
+            return ["none"]
+        else:
+            raise self._refuse(node, f"an argument is a {type(value).__name__}")
+        return ["scalar_tensor", *literal] if isinstance(kind, torch.TensorType) else literal
+
+
+def lowering_error(bucket: str, node: torch.fx.Node | None, reason: str) -> LoweringError:
+    """A `LoweringError` that names operator, specs, source line and bucket."""
+    op = source = None
+    what = "a graph"
+    if node is not None:
+        op = str(node.target)
+        source = source_line(node.stack_trace)
+        operands = ", ".join(
+            f"{_dtype_name(item.meta['val'].dtype)}{list(item.meta['val'].shape)}"
+            for item in node.all_input_nodes
+            if isinstance(item.meta.get("val"), torch.Tensor)
+        )
+        what = f"{op}({operands})"
+    place = f" at {source}" if source else ""
+    return LoweringError(
+        f"Bucket {bucket!r}: the native route cannot lower {what}{place}: {reason}.",
+        bucket=bucket,
+        op=op,
+        reason=reason,
+        source=source,
+    )

@@ -1,0 +1,247 @@
+"""The native route's lowering: a captured graph becomes a StableHLO module.
+
+torch-mlir does it in a child process (`native_worker`) that is started at the first graph, reused
+for all of them, and replaced when it dies, hangs or eats too much memory. The child gets the
+graph as data, never a weight, and this process imports no torch-mlir.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from vllm_neuron.lowering.frames import read_frame, write_frame
+from vllm_neuron.lowering.module import LoweredModule
+
+if TYPE_CHECKING:
+    from vllm_neuron.capture import CapturedGraph
+    from vllm_neuron.errors import LoweringError
+    from vllm_neuron.lowering.graph_message import GraphMessage
+
+__all__ = ["NativeLowering"]
+
+_TIMEOUT_S = 600.0
+_MEMORY_LIMIT_BYTES = 16 << 30
+
+
+class _ChildFailed(Exception):
+    """The child gave no answer.
+
+    Args:
+        reason: how it ended.
+        progress: the node that it had announced last, or None.
+    """
+
+    def __init__(self, reason: str, progress: int | None) -> None:
+        super().__init__(reason)
+        self.progress = progress
+
+
+class NativeLowering:
+    """Lowers graphs through one child process.
+
+    Safe to share between threads; graphs are lowered one at a time.
+
+    Args:
+        timeout_s: seconds that one graph may take before its child is killed.
+        memory_limit_bytes: address space of the child.
+    """
+
+    def __init__(
+        self, *, timeout_s: float = _TIMEOUT_S, memory_limit_bytes: int = _MEMORY_LIMIT_BYTES
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._memory_limit_bytes = memory_limit_bytes
+        self._child: _Child | None = None
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> NativeLowering:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the child process; a later `lower` starts another."""
+        with self._lock:
+            self._drop_child()
+
+    @property
+    def child_pid(self) -> int | None:
+        """Process id of the running child, or None."""
+        return self._child.pid if self._child is not None else None
+
+    def versions(self) -> dict[str, str]:
+        """What decides the bytes of a module besides the graph; the child is not started."""
+        return {
+            "torch-mlir": importlib.metadata.version("torch-mlir"),
+            "jaxlib": importlib.metadata.version("jaxlib"),
+            "lowering-sources": _sources_digest(),
+        }
+
+    def lower(self, graph: CapturedGraph, *, bucket: str) -> LoweredModule:
+        """Lower one graph.
+
+        Raises:
+            LoweringError: it names the operator, its source line and the bucket. The lowering can
+                be used again afterwards.
+        """
+        from vllm_neuron.lowering.graph_message import encode_graph
+
+        message = encode_graph(graph, bucket=bucket)
+        with self._lock:
+            try:
+                answer, data = self._ask("lower", message)
+                if "module" not in answer and answer["node"] is None:
+                    answer = self._locate(message, answer["reason"])
+            except _ChildFailed as failure:
+                answer, data = self._locate(message, str(failure)), b""
+        if "module" not in answer:
+            raise _error(bucket, message, answer)
+        record = graph.record
+        return LoweredModule(
+            route="native",
+            data=data,
+            inputs=tuple(item.spec for item in record.inputs),
+            outputs=record.outputs,
+            aliases=dict(record.aliases),
+        )
+
+    def _ask(self, task: str, message: GraphMessage) -> tuple[dict[str, Any], bytes]:
+        if self._child is None:
+            self._child = _Child(self._memory_limit_bytes)
+        deadline = time.monotonic() + self._timeout_s
+        progress = None
+        try:
+            self._child.send({"task": task, "graph": message.header}, message.literals)
+            while True:
+                answer, data = self._child.receive(deadline)
+                if "progress" not in answer:
+                    return answer, data
+                progress = answer["progress"]
+        except (EOFError, BrokenPipeError, TimeoutError) as error:
+            reason = self._child.obituary(timed_out=isinstance(error, TimeoutError))
+            self._drop_child()
+            raise _ChildFailed(reason, progress) from None
+
+    def _locate(self, message: GraphMessage, reason: str) -> dict[str, Any]:
+        """Find the node at fault by lowering every node alone."""
+        try:
+            found, _ = self._ask("locate", message)
+        except _ChildFailed as second:
+            return {"node": second.progress, "reason": reason}
+        return found if found["node"] is not None else {"node": None, "reason": reason}
+
+    def _drop_child(self) -> None:
+        if self._child is not None:
+            self._child.close()
+            self._child = None
+
+
+class _Child:
+    """The child process and its pipes."""
+
+    def __init__(self, memory_limit_bytes: int) -> None:
+        # Dropped when the file is closed; LLVM writes its last words there.
+        self._stderr = tempfile.TemporaryFile()
+        environment = dict(os.environ)
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        self._process = subprocess.Popen(
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "vllm_neuron.lowering.native_worker",
+                str(memory_limit_bytes),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            env=environment,
+        )
+        self.pid = self._process.pid
+
+    def send(self, header: dict[str, Any], blob: bytes) -> None:
+        write_frame(_pipe(self._process.stdin), header, blob)
+
+    def receive(self, deadline: float) -> tuple[dict[str, Any], bytes]:
+        stream = _pipe(self._process.stdout)
+        with selectors.DefaultSelector() as selector:
+            selector.register(stream, selectors.EVENT_READ)
+            if not selector.select(max(0.0, deadline - time.monotonic())):
+                raise TimeoutError
+        return read_frame(stream)
+
+    def obituary(self, *, timed_out: bool) -> str:
+        """How the process ended, in a sentence without a full stop."""
+        if timed_out:
+            self._process.kill()
+            self._process.wait()
+            return "the lowering process gave no answer in time and was killed"
+        code = self._process.wait(timeout=30)
+        how = f"exited with code {code}"
+        if code < 0:
+            how = f"was ended by {signal.Signals(-code).name}"
+        self._stderr.seek(0)
+        lines = self._stderr.read().decode(errors="replace").splitlines()
+        said = next((line for line in lines if "LLVM ERROR" in line or "bad_alloc" in line), None)
+        said = said or next((line for line in reversed(lines) if line.strip()), "no last words")
+        return f"the lowering process {how} ({said.strip()[:200]})"
+
+    def close(self) -> None:
+        for stream in (self._process.stdin, self._process.stdout):
+            try:
+                _pipe(stream).close()
+            except BrokenPipeError:
+                # A request was still buffered for a process that is gone.
+                continue
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._stderr.close()
+
+
+def _pipe(stream: Any) -> BinaryIO:
+    return stream
+
+
+def _error(bucket: str, message: GraphMessage, answer: dict[str, Any]) -> LoweringError:
+    from vllm_neuron.lowering.graph_message import lowering_error
+
+    index = answer["node"]
+    node = message.nodes[index] if index is not None else None
+    return lowering_error(bucket, node, answer["reason"])
+
+
+@functools.cache
+def _sources_digest() -> str:
+    """Digest of this package's sources: another lowering may give another module."""
+    from vllm_neuron._core import digest
+
+    package = Path(__file__).parent
+    sources = sorted(package.rglob("*.py"))
+    return digest(
+        b"\0".join(
+            item
+            for path in sources
+            for item in (str(path.relative_to(package)).encode(), path.read_bytes())
+        )
+    )

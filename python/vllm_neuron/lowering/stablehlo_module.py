@@ -1,0 +1,189 @@
+"""From torch-mlir's StableHLO text to the portable artifact that compilers take.
+
+Runs only in the lowering process, on jaxlib's MLIR. Puts the operators of `ops` back where
+`torch_dialect` left them out, replaces what is not StableHLO, marks aliased arguments, drops all
+locations and serialises at a fixed version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jaxlib.mlir import ir
+from jaxlib.mlir._mlir_libs import _jax_mlir_ext
+from jaxlib.mlir.dialects import stablehlo
+
+from vllm_neuron.lowering.ops import OWN_LOWERINGS
+from vllm_neuron.lowering.ops.builder import Builder
+from vllm_neuron.lowering.torch_dialect import LoweringFailure, operand_values
+
+__all__ = ["finish_module"]
+
+# The StableHLO version that artifacts are written for. Readers take artifacts of older versions
+# (StableHLO's compatibility promise is 5 years back), so it only rises when a newer op is needed.
+PORTABLE_VERSION = "1.8.0"
+
+
+def finish_module(text: str, header: Mapping[str, Any], own: Sequence[int]) -> bytes:
+    """Complete a lowered `main` and serialise it.
+
+    Args:
+        text: the module as torch-mlir prints it.
+        header: the graph message that it was made from.
+        own: the nodes that were left out, in order.
+
+    Raises:
+        LoweringFailure: an own lowering refuses its operands, or something that is not StableHLO
+            is left.
+    """
+    registry = ir.DialectRegistry()
+    _jax_mlir_ext.register_dialects(registry)
+    context = ir.Context()
+    context.append_dialect_registry(registry)
+    context.load_all_available_dialects()
+    stablehlo.register_dialect(context)
+    with context, ir.Location.unknown(context):
+        module = ir.Module.parse(text)
+        function = next(op for op in module.body.operations if op.name.value == "main")
+        block = function.regions[0].blocks[0]
+        _replace_arith_constants(block)
+        if own:
+            _insert_own(function, block, header, own)
+        _mark_aliases(function, header)
+        _check_dialects(block)
+        module.operation.verify()
+        stripped = ir.Module.parse(module.operation.get_asm(enable_debug_info=False))
+        return stablehlo.serialize_portable_artifact(stripped, PORTABLE_VERSION)
+
+
+def _walk(block: ir.Block) -> Iterator[ir.Operation]:
+    for op in list(block.operations):
+        yield op.operation
+        for region in op.operation.regions:
+            for inner in region.blocks:
+                yield from _walk(inner)
+
+
+def _replace_arith_constants(block: ir.Block) -> None:
+    for op in [op for op in _walk(block) if op.name == "arith.constant"]:
+        with ir.InsertionPoint(op):
+            constant = stablehlo.constant(op.attributes["value"])
+        op.result.replace_all_uses_with(constant)
+        op.erase()
+
+
+def _insert_own(
+    function: ir.Operation, block: ir.Block, header: Mapping[str, Any], own: Sequence[int]
+) -> None:
+    """Emit the left-out nodes, feed them, and put the block in order again."""
+    inputs, outputs = len(header["inputs"]), len(header["outputs"])
+    arguments, terminator = list(block.arguments), block.operations[len(block.operations) - 1]
+    returned = list(terminator.operation.operands)
+    next_argument, next_operand = inputs, outputs
+    values: dict[int, ir.Value] = {}
+    stand_ins: list[ir.Value] = []
+    with ir.InsertionPoint(terminator):
+        for index in own:
+            node = header["nodes"][index]
+            for number in operand_values(node["args"]):
+                values[number] = returned[next_operand]
+                next_operand += 1
+            results = _emit(node, index, values)
+            for result, value in zip(node["results"], results, strict=True):
+                if result is None:
+                    continue
+                stand_in = arguments[next_argument]
+                next_argument += 1
+                if value.type != stand_in.type:
+                    raise LoweringFailure(f"it gives {value.type}, not {stand_in.type}", index)
+                stand_ins.append(stand_in)
+                stand_in.replace_all_uses_with(value)
+                # Own operands recorded before are Python handles of the stand-in, not uses.
+                returned = [value if item == stand_in else item for item in returned]
+    with ir.InsertionPoint(terminator):
+        ir.Operation.create("func.return", operands=returned[:outputs])
+    terminator.erase()
+    _sort(block)
+    for position in reversed(range(inputs, len(arguments))):
+        block.erase_argument(position)
+    function.attributes["function_type"] = ir.TypeAttr.get(
+        ir.FunctionType.get(
+            [argument.type for argument in block.arguments],
+            [value.type for value in returned[:outputs]],
+        )
+    )
+    for name in ("arg_attrs", "res_attrs"):
+        if name in function.attributes:
+            del function.attributes[name]
+
+
+def _emit(
+    node: Mapping[str, Any], index: int, values: Mapping[int, ir.Value]
+) -> list[ir.Value]:
+    try:
+        emitted = OWN_LOWERINGS[node["op"]](Builder(node, values))
+    except (NotImplementedError, ir.MLIRError) as error:
+        raise LoweringFailure(str(error), index) from None
+    return list(emitted) if isinstance(emitted, (list, tuple)) else [emitted]
+
+
+def _sort(block: ir.Block) -> None:
+    """Order the operations of a block so that each value is defined before its uses."""
+    operations = [op.operation for op in block.operations]
+    by_value: dict[Any, int] = {}
+    for index, op in enumerate(operations):
+        for result in op.results:
+            by_value[result] = index
+    placed: set[int] = set()
+    order: list[int] = []
+
+    def used(op: ir.Operation) -> Iterator[int]:
+        for operand in op.operands:
+            if operand in by_value:
+                yield by_value[operand]
+        for region in op.regions:
+            for inner in region.blocks:
+                for nested in _walk(inner):
+                    for operand in nested.operands:
+                        if operand in by_value:
+                            yield by_value[operand]
+
+    for start in range(len(operations)):
+        stack = [(start, used(operations[start]))]
+        if start in placed:
+            continue
+        placed.add(start)
+        while stack:
+            index, pending = stack[-1]
+            for needed in pending:
+                if needed not in placed:
+                    placed.add(needed)
+                    stack.append((needed, used(operations[needed])))
+                    break
+            else:
+                order.append(index)
+                stack.pop()
+    # The terminator depends on results only, so it can come before an unused operation.
+    last = len(operations) - 1
+    order.remove(last)
+    for index in order:
+        operations[index].move_before(operations[last])
+
+
+def _mark_aliases(function: ir.Operation, header: Mapping[str, Any]) -> None:
+    if not header["aliases"]:
+        return
+    int32 = ir.IntegerType.get_signless(32)
+    attributes = [{} for _ in header["inputs"]]
+    for output, graph_input in header["aliases"]:
+        attributes[graph_input] = {"tf.aliasing_output": ir.IntegerAttr.get(int32, output)}
+    function.attributes["arg_attrs"] = ir.ArrayAttr.get(
+        [ir.DictAttr.get(item) for item in attributes]
+    )
+
+
+def _check_dialects(block: ir.Block) -> None:
+    for op in _walk(block):
+        if not op.name.startswith(("stablehlo.", "func.")):
+            raise LoweringFailure(f"torch-mlir left the operation {op.name}")

@@ -1,0 +1,78 @@
+"""Compares a lowered step with eager: returned values and updated inputs and buffers."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from tests.lowering.xla_cpu import run_module
+from vllm_neuron.capture import CapturedGraph, capture, find_tensor
+from vllm_neuron.lowering.module import LoweredModule
+from vllm_neuron.lowering.native import NativeLowering
+
+
+def lower(lowering: NativeLowering, step: torch.nn.Module, args: tuple) -> LoweredModule:
+    return lowering.lower(capture(step, args, bucket="test"), bucket="test")
+
+
+def bind(captured: CapturedGraph, step: torch.nn.Module, args: tuple) -> list[torch.Tensor]:
+    """The tensors of the graph's inputs, in order."""
+    leaves: dict[str, Any] = {}
+
+    def walk(value: Any, path: str) -> None:
+        if isinstance(value, (list, tuple)):
+            for index, item in enumerate(value):
+                walk(item, f"{path}[{index}]")
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                walk(item, f"{path}[{key!r}]")
+        else:
+            leaves[path] = value
+
+    for name, value in inspect.signature(step.forward).bind(*args).arguments.items():
+        walk(value, name)
+    return [
+        leaves[item.name] if item.kind == "argument" else find_tensor(step, item)
+        for item in captured.record.inputs
+    ]
+
+
+def run(lowering: NativeLowering, step: torch.nn.Module, args: tuple) -> Any:
+    """The step's result by way of the lowered module; inputs are updated like eager does."""
+    captured = capture(step, args, bucket="test")
+    tensors = bind(captured, step, args)
+    outputs = run_module(lowering.lower(captured, bucket="test"), tensors)
+    for output, graph_input in captured.record.aliases.items():
+        with torch.no_grad():
+            tensors[graph_input].copy_(outputs[output])
+    return captured.record.rebuild_result(outputs, tensors)
+
+
+def assert_parity(
+    lowering: NativeLowering,
+    step: torch.nn.Module,
+    args: tuple,
+    *,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+) -> Any:
+    """Run both ways from equal inputs; NaN equals NaN, and dtypes and shapes must agree."""
+    eager_step, eager_args = copy.deepcopy((step, args))
+    with torch.no_grad():
+        expected = eager_step(*eager_args)
+        found = run(lowering, step, args)
+    pairs = zip(
+        pytree.tree_leaves((expected, eager_args, list(eager_step.buffers()))),
+        pytree.tree_leaves((found, args, list(step.buffers()))),
+        strict=True,
+    )
+    for left, right in pairs:
+        if isinstance(left, torch.Tensor):
+            torch.testing.assert_close(right, left, rtol=rtol, atol=atol, equal_nan=True)
+        else:
+            assert left == right or (left != left and right != right)
+    return found
