@@ -284,7 +284,9 @@ def _refuse_data_dependent_sizes(graph: torch.fx.Graph, bucket: str) -> None:
         values = value if isinstance(value, (list, tuple)) else [value]
         for item in values:
             sizes = item.shape if isinstance(item, torch.Tensor) else [item]
-            if any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes):
+            if any(
+                isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes
+            ):
                 raise refusal(
                     bucket,
                     f"the result of {node.target} has a size that depends on the values of tensors",
@@ -355,7 +357,7 @@ def _assemble(
 
 def _sources(trace: DynamoTrace) -> dict[str, str]:
     modules = traced_modules(trace.code)
-    return {name: "" for name in modules} | source_digests(modules)
+    return dict.fromkeys(modules, "") | source_digests(modules)
 
 
 def _input_index(

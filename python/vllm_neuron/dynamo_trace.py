@@ -198,9 +198,7 @@ def _empty_graph() -> torch.fx.GraphModule:
     return torch.fx.GraphModule({}, graph)
 
 
-def _keep_updates(
-    gm: torch.fx.GraphModule, output: Any, self_name: str, bucket: str
-) -> None:
+def _keep_updates(gm: torch.fx.GraphModule, output: Any, self_name: str, bucket: str) -> None:
     """Deal with computed tensors that the step assigns to things older than the trace.
 
     Side effects are not replayed. Replacing a tensor that is a graph input (`self.state = new`) is

@@ -24,10 +24,11 @@ _FORMAT = 1
 InputKind = Literal["parameter", "buffer", "attribute", "argument"]
 
 # dtype names are torch's own without "torch."; sub-byte types have no tensor layout here.
-DTYPES = frozenset(
+_DTYPE_NAMES = (
     "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 "
-    "uint64 uint32 uint16 uint8 bool complex64 complex128".split()
+    "uint64 uint32 uint16 uint8 bool complex64 complex128"
 )
+DTYPES = frozenset(_DTYPE_NAMES.split())
 
 
 @dataclass(frozen=True, slots=True)

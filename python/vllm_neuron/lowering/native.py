@@ -159,7 +159,7 @@ class _Child:
 
     def __init__(self, memory_limit_bytes: int) -> None:
         # Dropped when the file is closed; LLVM writes its last words there.
-        self._stderr = tempfile.TemporaryFile()
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         environment = dict(os.environ)
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         self._process = subprocess.Popen(

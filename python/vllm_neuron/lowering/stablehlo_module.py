@@ -118,9 +118,7 @@ def _insert_own(
             del function.attributes[name]
 
 
-def _emit(
-    node: Mapping[str, Any], index: int, values: Mapping[int, ir.Value]
-) -> list[ir.Value]:
+def _emit(node: Mapping[str, Any], index: int, values: Mapping[int, ir.Value]) -> list[ir.Value]:
     try:
         emitted = OWN_LOWERINGS[node["op"]](Builder(node, values))
     except (NotImplementedError, ir.MLIRError) as error:
