@@ -1,0 +1,208 @@
+"""Names of the tensors that a step reads, and a loaded NEFF bound to them.
+
+Names are paths: `model.layers.0.weight` for a weight, `rope.tables['cos']` for a tensor attribute,
+`kv_caches[3][0]` for an argument. Weights and KV caches are bound once; a call passes only the
+step's own arguments. Nothing here imports Dynamo, so a warm start does not pay for it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm_neuron.errors import ExecutionError
+from vllm_neuron.trace_record import TensorSpec
+
+if TYPE_CHECKING:
+    from vllm_neuron.runtime.base import DeviceTensor, LoadedModel
+    from vllm_neuron.trace_record import GraphInput, TraceRecord
+
+__all__ = [
+    "BoundGraph",
+    "argument_leaves",
+    "find_tensor",
+    "leaves",
+    "named_tensors",
+    "signature",
+    "spec_of",
+]
+
+
+def spec_of(tensor: torch.Tensor) -> TensorSpec:
+    """Shape and dtype name of a tensor."""
+    return TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+
+def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield each leaf of nested lists, tuples and dicts with its path."""
+    if isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from leaves(item, f"{path}[{index}]")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from leaves(item, f"{path}[{key!r}]")
+    else:
+        yield path, value
+
+
+def argument_leaves(step: torch.nn.Module, args: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """Yield each leaf of a call's arguments under the name that the graph input has."""
+    for name, value in inspect.signature(step.forward).bind(*args).arguments.items():
+        yield from leaves(value, name)
+
+
+def named_tensors(step: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters, then the buffers of a module, under every name each has."""
+    yield from step.named_parameters(remove_duplicate=False)
+    yield from step.named_buffers(remove_duplicate=False)
+
+
+def find_tensor(step: torch.nn.Module, name: str) -> torch.Tensor | None:
+    """Return the parameter, buffer or tensor attribute of a module by its path, None if absent."""
+    value: Any = step
+    try:
+        for part in _parts(name):
+            value = getattr(value, part) if isinstance(part, str) else value[part[0]]
+    except (AttributeError, KeyError, IndexError, TypeError):
+        return None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _parts(path: str) -> Iterator[str | tuple[int | str]]:
+    """Split a path into attribute names, as `str`, and subscripts, as 1-tuples."""
+    rest = path
+    while rest:
+        if rest.startswith("["):
+            inner, _, rest = rest[1:].partition("]")
+            yield (inner[1:-1] if inner[:1] in "'\"" else int(inner),)
+        else:
+            rest = rest.removeprefix(".")
+            end = min((at for at in (rest.find("."), rest.find("[")) if at >= 0), default=len(rest))
+            yield rest[:end]
+            rest = rest[end:]
+
+
+def signature(step: torch.nn.Module, args: Sequence[Any]) -> list[Any]:
+    """Describe a call so that equal descriptions give equal graphs, for the trace key.
+
+    A tensor counts by dtype, shape and stride, anything else by type and value: None, numbers and
+    strings are constants of the graph.
+
+    Raises:
+        TypeError: an argument is neither a tensor nor a plain constant.
+    """
+    described: list[Any] = []
+    for name, leaf in argument_leaves(step, args):
+        if isinstance(leaf, torch.Tensor):
+            spec = spec_of(leaf)
+            described.append([name, spec.dtype, list(spec.shape), list(leaf.stride())])
+        elif leaf is None or type(leaf) in (bool, int, float, str):
+            described.append([name, type(leaf).__name__, repr(leaf)])
+        else:
+            raise TypeError(
+                f"argument {name} is a {type(leaf).__name__}; expected tensors, numbers, strings "
+                "and None in nested lists, tuples and dicts"
+            )
+    return described
+
+
+class BoundGraph:
+    """A loaded NEFF that is called like the step function it was traced from.
+
+    Args:
+        bucket: name of the bucket, for messages.
+        step: the step module.
+        args: the example arguments it was traced with.
+        trace: how its inputs and outputs relate to the step.
+        model: the loaded NEFF.
+        bound: device tensor per graph input index; inputs that are missing are passed per call.
+    """
+
+    def __init__(
+        self,
+        bucket: str,
+        step: torch.nn.Module,
+        args: Sequence[Any],
+        *,
+        trace: TraceRecord,
+        model: LoadedModel,
+        bound: Mapping[int, DeviceTensor],
+    ) -> None:
+        self.bucket = bucket
+        self.trace = trace
+        self._arguments = list(inspect.signature(step.forward).parameters)
+        position = {name: index for index, name in enumerate(self._arguments)}
+        free = [index for index in range(len(trace.inputs)) if index not in bound]
+        self._free = free
+        self._paths = [_argument_path(trace.inputs[index], position, bucket) for index in free]
+        self._inputs: list[Any] = [bound.get(index) for index in range(len(trace.inputs))]
+        self._call = model.bind(bound)
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the step.
+
+        Args:
+            args: as for the step function; what is bound is not looked at and may be None.
+
+        Returns:
+            What the step function returns, with torch tensors; a result that is an input which is
+            bound, such as a KV cache, is its device tensor.
+
+        Raises:
+            ExecutionError: an argument has another shape or dtype than the graph, or the runtime
+                failed.
+        """
+        passed = []
+        for index, path in zip(self._free, self._paths, strict=True):
+            value: Any = args
+            for key in path:
+                value = value[key]
+            self._check(index, value)
+            passed.append(value)
+        outputs = self._call(passed)
+        inputs = self._inputs.copy()
+        for index, value in zip(self._free, passed, strict=True):
+            inputs[index] = value
+        return self.trace.rebuild_result(_ReadOnce(outputs), inputs)
+
+    def _check(self, index: int, value: torch.Tensor) -> None:
+        item = self.trace.inputs[index]
+        if tuple(value.shape) != item.spec.shape or (
+            str(value.dtype).removeprefix("torch.") != item.spec.dtype
+        ):
+            found = spec_of(value)
+            raise ExecutionError(
+                f"{self.bucket}: argument {item.name} is {found.dtype}{list(found.shape)}, the "
+                f"graph takes {item.spec.dtype}{list(item.spec.shape)}. Nothing is compiled while "
+                "serving; add a bucket for this shape.",
+                bucket=self.bucket,
+                status=None,
+                reason="an argument does not fit the graph",
+            )
+
+
+class _ReadOnce:
+    """Graph outputs as torch tensors, each read only if the result needs it."""
+
+    def __init__(self, outputs: Sequence[DeviceTensor]) -> None:
+        self._outputs = outputs
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self._outputs[index].read()
+
+
+def _argument_path(
+    item: GraphInput, position: Mapping[str, int], bucket: str
+) -> tuple[int | str, ...]:
+    first, *rest = _parts(item.name)
+    if item.kind != "argument" or not isinstance(first, str):
+        raise ExecutionError(
+            f"{bucket}: the {item.kind} {item.name} is not bound to a device tensor",
+            bucket=bucket,
+            status=None,
+            reason="a graph input is not bound",
+        )
+    return (position[first], *(part[0] for part in rest))

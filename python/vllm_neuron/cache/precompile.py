@@ -1,0 +1,171 @@
+"""Precompile Cache: the trace of each graph, kept for the next start.
+
+One entry of kind "trace" holds the trace record, the lowered module (so that a lost NEFF is
+compiled again without tracing, spec PC-26) and the factors of its key. An entry is data: reading it
+runs no code. Any doubt about an entry is a miss, and a miss traces anew.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_neuron import _core
+from vllm_neuron.binding import argument_leaves, find_tensor, spec_of
+from vllm_neuron.cache import keys
+from vllm_neuron.cache.entries import EntryStore
+from vllm_neuron.lowering.module import LoweredModule
+from vllm_neuron.trace_record import TensorSpec, TraceRecord
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["CachedTrace", "PrecompileCache"]
+
+#: Version of the "record" section of a trace entry.
+RECORD_SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class CachedTrace:
+    """What a hit gives: enough to load a compiled graph without tracing or lowering it."""
+
+    trace: TraceRecord
+    module: LoweredModule
+    graph_digest: str
+
+
+class PrecompileCache:
+    """Trace entries below `$VLLM_CACHE_ROOT/neuron/precompile`.
+
+    Args:
+        root: directory of the entries.
+        logger: where hits, misses and their reasons are written.
+    """
+
+    KIND = "trace"
+
+    def __init__(self, root: Path, *, logger: logging.Logger) -> None:
+        self.entries = EntryStore(root, name="Precompile Cache", logger=logger)
+        self._logger = logger
+        self._known: list[dict[str, Any]] | None = None
+
+    def load(
+        self,
+        key: _core.Key,
+        factors: Mapping[str, Any],
+        step: torch.nn.Module,
+        args: Sequence[Any],
+    ) -> CachedTrace | None:
+        """Look a trace up and check it against what it will be bound to.
+
+        Args:
+            key: the trace key.
+            factors: the factors of the key, to explain a miss.
+            step: the step module whose weights the trace will be bound to.
+            args: example arguments of the step.
+
+        Returns:
+            The trace, or None on a miss. The reason of a miss is logged.
+        """
+        bucket = factors["bucket"]
+        entry = self.entries.get(self.KIND, key.hex)
+        if entry is None:
+            self._logger.info(
+                "Precompile Cache: miss for %s, key %s: %s", bucket, key.short, self._why(factors)
+            )
+            return None
+        reason: str | None
+        try:
+            found = _decode(entry)
+            reason = _mismatch(found.trace, step, args)
+        except ValueError as error:
+            reason = f"the entry cannot be read: {error}"
+        if reason is not None:
+            self._logger.info(
+                "Precompile Cache: miss for %s, key %s: %s", bucket, key.short, reason
+            )
+            self.entries.remove(self.KIND, key.hex)
+            return None
+        self._logger.info("Precompile Cache: hit for %s, key %s", bucket, key.short)
+        return found
+
+    def store(
+        self,
+        key: _core.Key,
+        factors: Mapping[str, Any],
+        trace: CachedTrace,
+        *,
+        describe: Mapping[str, Any],
+    ) -> None:
+        """Keep a trace. A cache that takes no writes is logged once and changes nothing else."""
+        record = {
+            "schema": RECORD_SCHEMA,
+            **describe,
+            "graph digest": trace.graph_digest,
+            "trace": json.loads(trace.trace.to_json()),
+            "module": {"route": trace.module.route},
+        }
+        self.entries.put(
+            self.KIND,
+            key.hex,
+            {
+                "record": keys.canonical_json(record),
+                "factors": keys.canonical_json(dict(factors)),
+                "module": trace.module.data,
+            },
+        )
+
+    def _why(self, factors: Mapping[str, Any]) -> str:
+        if self._known is None:
+            self._known = list(self.entries.sections(self.KIND, "factors"))
+        if not self._known:
+            return "the cache is empty"
+        same_bucket = [known for known in self._known if known.get("bucket") == factors["bucket"]]
+        nearest = min(
+            (keys.differing_factors(known, factors) for known in same_bucket or self._known),
+            key=len,
+        )
+        if not nearest:
+            return "its entry was removed or set aside"
+        return "; ".join(nearest[:4]) + (f"; and {len(nearest) - 4} more" if nearest[4:] else "")
+
+
+def _decode(entry: _core.Entry) -> CachedTrace:
+    record = json.loads(bytes(entry.section("record")))
+    if record.get("schema") != RECORD_SCHEMA:
+        raise ValueError(f"record schema {record.get('schema')!r}, expected {RECORD_SCHEMA}")
+    trace = TraceRecord.from_json(keys.canonical_json(record["trace"]))
+    module = LoweredModule(
+        route=record["module"]["route"],
+        data=bytes(entry.section("module")),
+        inputs=tuple(item.spec for item in trace.inputs),
+        outputs=trace.outputs,
+        aliases=trace.aliases,
+    )
+    return CachedTrace(trace=trace, module=module, graph_digest=record["graph digest"])
+
+
+def _mismatch(trace: TraceRecord, step: torch.nn.Module, args: Sequence[Any]) -> str | None:
+    """Say why a trace cannot be bound to the tensors that exist now, or None if it can."""
+    changed = trace.sources_changed()
+    if changed:
+        return f"the source of {', '.join(changed)} changed"
+    arguments = dict(argument_leaves(step, args))
+    for item in trace.inputs:
+        if item.kind == "argument":
+            tensor = arguments.get(item.name)
+        else:
+            tensor = find_tensor(step, item.name)
+        found = spec_of(tensor) if tensor is not None else None
+        if found != item.spec:
+            return f"{item.kind} {item.name} is {_text(found)}, the trace has {_text(item.spec)}"
+    return None
+
+
+def _text(spec: TensorSpec | None) -> str:
+    return "absent" if spec is None else f"{spec.dtype}{list(spec.shape)}"
