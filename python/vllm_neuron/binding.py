@@ -139,7 +139,7 @@ class BoundGraph:
         self._free = free
         self._paths = [_argument_path(trace.inputs[index], position, bucket) for index in free]
         self._inputs: list[Any] = [bound.get(index) for index in range(len(trace.inputs))]
-        self._call = model.bind(bound)
+        self._model = model.bind(bound)
 
     def __call__(self, *args: Any) -> Any:
         """Run the step.
@@ -162,7 +162,7 @@ class BoundGraph:
                 value = value[key]
             self._check(index, value)
             passed.append(value)
-        outputs = self._call(passed)
+        outputs = self._model.execute(passed)
         inputs = self._inputs.copy()
         for index, value in zip(self._free, passed, strict=True):
             inputs[index] = value

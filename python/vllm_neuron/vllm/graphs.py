@@ -1,0 +1,130 @@
+"""Compiled execution of a model's buckets: the pipeline of one worker, made from its configuration."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm_neuron.cache.compilation import CompilationCache
+from vllm_neuron.cache.precompile import PrecompileCache
+from vllm_neuron.compiler.host import HostCompiler
+from vllm_neuron.lowering.native import NativeLowering
+from vllm_neuron.pipeline import GraphSpec, Pipeline
+from vllm_neuron.runtime.host import HostRuntime
+from vllm_neuron.vllm.factors import UnkeyableConfigError, describe, model_factors
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_neuron.route import StartRecord
+    from vllm_neuron.runtime.base import DeviceTensor
+    from vllm_neuron.vllm.execution import KVCacheShape
+
+__all__ = ["CompiledExecution"]
+
+logger = logging.getLogger(__name__)
+
+#: Name of the step argument that holds the KV caches; see `vllm.step.DecoderStep.forward`.
+KV_ARGUMENT = "kv_caches"
+
+
+class CompiledExecution:
+    """Runs each bucket as one compiled graph on the runtime.
+
+    Args:
+        vllm_config: the engine's configuration.
+        start: what was decided while it was built.
+    """
+
+    compiled = True
+
+    def __init__(self, vllm_config: VllmConfig, start: StartRecord) -> None:
+        self._vllm_config = vllm_config
+        self._start = start
+        self._runtime = HostRuntime()
+        self._kv_shapes: list[KVCacheShape] = []
+        self._kv_caches: list[tuple[DeviceTensor, DeviceTensor]] = []
+        self.pipeline: Pipeline | None = None
+
+    def allocate_kv_caches(
+        self, shapes: Sequence[KVCacheShape]
+    ) -> list[tuple[DeviceTensor, DeviceTensor]]:
+        """Allocate zeroed device tensors, shared by the graphs of all buckets."""
+        self._kv_shapes = list(shapes)
+        self._kv_caches = [
+            (
+                self._runtime.allocate(shape.key, _name(shape.dtype)),
+                self._runtime.allocate(shape.value, _name(shape.dtype)),
+            )
+            for shape in shapes
+        ]
+        return self._kv_caches
+
+    def build(
+        self, steps: Mapping[str, tuple[torch.nn.Module, tuple[Any, ...]]]
+    ) -> dict[str, Callable[..., Any]]:
+        """Have every bucket compiled or loaded; see `Pipeline.build`."""
+        # Traced with tensors of the right shape whose memory nobody touches, so that the system
+        # never provides it.
+        untouched = [
+            (torch.empty(shape.key, dtype=shape.dtype), torch.empty(shape.value, dtype=shape.dtype))
+            for shape in self._kv_shapes
+        ]
+        specs = [
+            GraphSpec(
+                bucket=bucket,
+                step=step,
+                args=tuple(untouched if item is self._kv_caches else item for item in args),
+            )
+            for bucket, (step, args) in steps.items()
+        ]
+        if not specs:
+            return {}
+        bound = {
+            f"{KV_ARGUMENT}[{layer}][{part}]": tensor
+            for layer, pair in enumerate(self._kv_caches)
+            for part, tensor in enumerate(pair)
+        }
+        self.pipeline = self._make_pipeline(specs[0].step)
+        return dict(self.pipeline.build(specs, bound))
+
+    def _make_pipeline(self, step: torch.nn.Module) -> Pipeline:
+        record, settings = self._start.route, self._start.settings
+        arguments = self._start.compiler_arguments
+        assert arguments is not None, "a compiled execution has compiler arguments"
+        precompile = None
+        factors: dict[str, Any] = {}
+        if record.precompile_on:
+            try:
+                factors = {
+                    **model_factors(self._vllm_config, step.get_submodule("model")),
+                    "variables": settings.key_factors(),
+                }
+                precompile = PrecompileCache(settings.precompile_directory, logger=logger)
+            except UnkeyableConfigError as error:
+                logger.warning("Precompile Cache: traces are not kept: %s", error)
+        disabled = settings["NEURON_LIBTORCH_DISABLE_COMPILE_CACHE"]
+        return Pipeline(
+            route=record.route.value,
+            level=record.level,
+            arguments=arguments.arguments,
+            key_arguments=arguments.key_arguments,
+            lowering=NativeLowering(),
+            compiler=HostCompiler(),
+            runtime=self._runtime,
+            precompile=precompile,
+            compilation=CompilationCache(
+                None if disabled else settings.compile_cache_directory, logger=logger
+            ),
+            model=factors,
+            describe=describe(self._vllm_config),
+            workers=settings["NEURON_LIBTORCH_PARALLEL_COMPILE_WORKERS"] or 1,
+            logger=logger,
+        )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
