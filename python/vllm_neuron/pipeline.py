@@ -8,6 +8,7 @@ lowered module). All graphs of a start go through one `Pipeline`, which counts w
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,10 +33,22 @@ if TYPE_CHECKING:
     from vllm_neuron.runtime.base import DeviceTensor, LoadedModel, Runtime
     from vllm_neuron.trace_record import TraceRecord
 
-__all__ = ["GraphSpec", "Pipeline", "PipelineCounters"]
+__all__ = ["GraphSpec", "Pipeline", "PipelineCounters", "default_workers"]
+
+#: Memory to have free for each compiler that runs at the same time (spec CM-20).
+MEMORY_PER_WORKER = 8 << 30
+#: The most compilers at a time without being asked for more (spec CM-20).
+MOST_WORKERS = 8
 
 #: While graphs are being compiled, one line at least this often says how far it is (spec OB-3).
 PROGRESS_INTERVAL_S = 30.0
+
+
+def default_workers() -> int:
+    """Return how many graphs to compile at a time: what cores and free memory allow, at least 1."""
+    cores = len(os.sched_getaffinity(0))
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(MOST_WORKERS, cores, free // MEMORY_PER_WORKER))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Compiled execution of a model's buckets: the pipeline of one worker, made from its configuration."""
+"""Compiled execution of a model's buckets: a worker's pipeline, made from its configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm_neuron.cache.compilation import CompilationCache
 from vllm_neuron.cache.precompile import PrecompileCache
 from vllm_neuron.compiler.host import HostCompiler
 from vllm_neuron.lowering.native import NativeLowering
-from vllm_neuron.pipeline import GraphSpec, Pipeline
+from vllm_neuron.pipeline import GraphSpec, Pipeline, default_workers
 from vllm_neuron.runtime.host import HostRuntime
 from vllm_neuron.vllm.factors import UnkeyableConfigError, describe, model_factors
 
@@ -121,7 +121,7 @@ class CompiledExecution:
             ),
             model=factors,
             describe=describe(self._vllm_config),
-            workers=settings["NEURON_LIBTORCH_PARALLEL_COMPILE_WORKERS"] or 1,
+            workers=settings["NEURON_LIBTORCH_PARALLEL_COMPILE_WORKERS"] or default_workers(),
             logger=logger,
         )
 
