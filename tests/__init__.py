@@ -1,1 +1,0 @@
-"""Tests; folders mirror the package."""
