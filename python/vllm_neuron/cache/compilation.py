@@ -204,7 +204,7 @@ class _SingleFlight:
 
     def __enter__(self) -> None:
         try:
-            lock = self._entries.lock(self._key.hex)
+            lock = self._entries.lock(self._key.hex, note=self._bucket)
             started = time.monotonic()
             timeout_s = 0.0
             while not lock.acquire(timeout_s):

@@ -60,9 +60,9 @@ class EntryStore:
         except (OSError, StoreError) as error:
             self._logger.warning("%s: not removed from %s: %s", self._name, self.root, error)
 
-    def lock(self, key: str) -> _core.KeyLock:
-        """The single-flight lock of a key."""
-        return self._store.lock(key)
+    def lock(self, key: str, *, note: str) -> _core.KeyLock:
+        """Return the single-flight lock of a key; `note` says to waiters what its holder does."""
+        return self._store.lock(key, note=note)
 
     def sections(self, kind: str, section: str) -> Iterator[Any]:
         """Yield the JSON value of one section of every readable entry of a kind.
