@@ -7,12 +7,17 @@ step's own arguments. Nothing here imports Dynamo, so a warm start does not pay 
 
 from __future__ import annotations
 
+import enum
 import inspect
+import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vllm_neuron import _core
 from vllm_neuron.errors import ExecutionError
 from vllm_neuron.trace_record import TensorSpec
 
@@ -25,6 +30,7 @@ __all__ = [
     "argument_leaves",
     "find_tensor",
     "leaves",
+    "module_state",
     "named_tensors",
     "signature",
     "spec_of",
@@ -107,6 +113,47 @@ def signature(step: torch.nn.Module, args: Sequence[Any]) -> list[Any]:
                 "and None in nested lists, tuples and dicts"
             )
     return described
+
+
+def module_state(step: torch.nn.Module) -> str:
+    """Digest what a trace can read of the modules of a step besides their tensors.
+
+    That is each module's class and its public attributes that are plain values, functions, dtypes
+    or enumeration members. Other objects are configurations, which are factors of their own. A
+    text with a path separator is left out: where a model lies does not shape its graph.
+    """
+    described = [
+        [
+            name,
+            f"{type(module).__module__}.{type(module).__qualname__}",
+            [
+                [key, plain]
+                for key, value in sorted(vars(module).items())
+                if not key.startswith("_") and (plain := _plain(value)) is not None
+            ],
+        ]
+        for name, module in step.named_modules()
+    ]
+    return _core.digest(json.dumps(described, separators=(",", ":")).encode())
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON, None for what is not plain. Floats are exact."""
+    if value is None or isinstance(value, bool | int):
+        return [type(value).__name__, str(value)]
+    if isinstance(value, float):
+        return ["float", value.hex()]
+    if isinstance(value, str):
+        return None if os.sep in value else ["str", value]
+    if isinstance(value, torch.dtype):
+        return ["dtype", str(value)]
+    if isinstance(value, enum.Enum):
+        return ["enum", str(value)]
+    if isinstance(value, FunctionType | BuiltinFunctionType):
+        return ["function", f"{value.__module__}.{value.__qualname__}"]
+    if isinstance(value, list | tuple):
+        return [type(value).__name__, [_plain(item) for item in value]]
+    return None
 
 
 class BoundGraph:

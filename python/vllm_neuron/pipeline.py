@@ -17,7 +17,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm_neuron import _core
-from vllm_neuron.binding import BoundGraph, find_tensor, named_tensors, signature, spec_of
+from vllm_neuron.binding import (
+    BoundGraph,
+    find_tensor,
+    module_state,
+    named_tensors,
+    signature,
+    spec_of,
+)
 from vllm_neuron.cache import keys
 from vllm_neuron.cache.precompile import CachedTrace
 from vllm_neuron.errors import ExecutionError, NeffError
@@ -89,6 +96,15 @@ class PipelineCounters:
         if self.trace_hits == 0:
             return "cold"
         return "warm" if self.trace_hits == self.graphs else "partly warm"
+
+
+#: What the trace key holds of a step: its state, and name, shape and dtype of its weights.
+_StepFactors = tuple[str, list[tuple[str, tuple[int, ...], str]]]
+
+
+def _describe_step(step: torch.nn.Module) -> _StepFactors:
+    specs = ((name, spec_of(tensor)) for name, tensor in named_tensors(step))
+    return module_state(step), [(name, spec.shape, spec.dtype) for name, spec in specs]
 
 
 @dataclass(slots=True)
@@ -179,7 +195,10 @@ class Pipeline:
             CompileError: the compiler failed.
             ExecutionError: a NEFF does not load, freshly compiled.
         """
-        jobs = [self._look_up_trace(spec) for spec in specs]
+        # Buckets share their steps, so each is described once.
+        steps = {id(spec.step): spec.step for spec in specs}
+        described = {key: _describe_step(step) for key, step in steps.items()}
+        jobs = [self._look_up_trace(spec, described[id(spec.step)]) for spec in specs]
         self.counters.graphs += len(jobs)
         try:
             self._make_neffs(jobs)
@@ -189,16 +208,17 @@ class Pipeline:
         self._log_summary()
         return graphs
 
-    def _look_up_trace(self, spec: GraphSpec) -> _Job:
-        specs = [(name, spec_of(tensor)) for name, tensor in named_tensors(spec.step)]
+    def _look_up_trace(self, spec: GraphSpec, described: _StepFactors) -> _Job:
+        state, weights = described
         factors = keys.trace_factors(
             bucket=spec.bucket,
             route=self._route,
             level=self._level,
             compiler_arguments=self._key_arguments,
             target=self._compiler.target,
+            step_state=state,
             arguments=signature(spec.step, spec.args),
-            weights=[(name, item.shape, item.dtype) for name, item in specs],
+            weights=weights,
             model=self._model,
         )
         job = _Job(spec, keys.key_of("trace", factors), factors)

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm_neuron.lowering.native import NativeLowering
 
 from vllm_neuron.cache.compilation import CompilationCache
 from vllm_neuron.cache.precompile import PrecompileCache
 from vllm_neuron.compiler.arguments import HOST_TARGET, compiler_arguments
 from vllm_neuron.compiler.host import HostCompiler
+from vllm_neuron.lowering.native import NativeLowering
 from vllm_neuron.pipeline import GraphSpec, Pipeline
 from vllm_neuron.runtime.host import HostRuntime
 

@@ -128,11 +128,11 @@ def test_compiled_again_from_the_trace_entry_when_the_compilation_cache_is_gone(
     ("change", "expected_counts", "reason"),
     [
         ({"level": 1}, {"compilations": 2, "traces": 2}, "level was 2, is 1"),
-        ({"extra": "--auto-cast=all"}, {"compilations": 2, "traces": 2}, "compiler arguments"),
+        ({"extra": "--auto-cast=all"}, {"compilations": 2, "traces": 2}, "compiler-arguments"),
         (
             {"model": {"class": "other"}},
             {"traces": 2, "compilations": 0},
-            "model class was tests, is other",
+            "model.class was tests, is other",
         ),
     ],
 )

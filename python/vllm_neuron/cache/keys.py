@@ -93,6 +93,7 @@ def trace_factors(
     level: int,
     compiler_arguments: Iterable[str],
     target: str,
+    step_state: str,
     arguments: Any,
     weights: Iterable[tuple[str, Sequence[int], str]],
     model: Mapping[str, Any],
@@ -105,6 +106,7 @@ def trace_factors(
         level: vLLM's optimization level.
         compiler_arguments: the merged arguments in their canonical form.
         target: what the compiler compiles for.
+        step_state: digest of the step's module classes and plain attributes.
         arguments: signature of the call: a tree of `[dtype, shape]` and None.
         weights: name, shape and dtype of each parameter and buffer, in module order.
         model: what the caller knows of the model and its configuration, by factor name.
@@ -117,13 +119,14 @@ def trace_factors(
         "bucket": bucket,
         "route": route,
         "level": level,
-        "compiler arguments": list(compiler_arguments),
+        "compiler-arguments": list(compiler_arguments),
         "target": target,
+        "step-state": step_state,
         "arguments": arguments,
         "weights": [[name, *_tensor_factor(shape, dtype)] for name, shape, dtype in weights],
     }
     for name, value in model.items():
-        factors[f"model {name}"] = value
+        factors[f"model.{name}"] = value
     return factors
 
 
@@ -162,7 +165,7 @@ def neff_factors(
     return {
         "schema": KEY_SCHEMA,
         "module": module_digest,
-        "compiler arguments": list(compiler_arguments),
+        "compiler-arguments": list(compiler_arguments),
         "compiler": dict(compiler),
         "route": route,
     }
