@@ -234,10 +234,12 @@ class NeuronAttention(AttentionImpl[NeuronAttentionMetadata]):
         value_dim = values.shape[-1]
         values = values.permute(0, 2, 1, 3).reshape(batch * kv_heads, context, value_dim)
         attended = torch.bmm(weights.view(batch * kv_heads, group * query_len, context), values)
+        # Contiguous, as `output` is: without the copy that forces, vLLM's view of the result fails.
         attended = (
             attended.view(batch, kv_heads, group, query_len, value_dim)
             .permute(0, 3, 1, 2, 4)
-            .reshape(batch * query_len, self.num_heads, value_dim)
+            .reshape(batch * query_len, self.num_heads * value_dim)
+            .view(output.shape)
         )
         output.copy_(attended)
         return output

@@ -78,4 +78,7 @@ def make_execution(vllm_config: VllmConfig, start: StartRecord) -> Execution:
     """Returns the execution that a start's mode asks for."""
     if start.mode is Mode.CPU:
         return EagerExecution()
-    raise NotImplementedError
+    # Imports the compiler and the runtime, which CPU mode does without.
+    from vllm_neuron.vllm.graphs import CompiledExecution
+
+    return CompiledExecution(vllm_config, start)
