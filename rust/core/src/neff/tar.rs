@@ -313,3 +313,91 @@ fn write_octal(field: &mut [u8], value: u64) -> Option<()> {
     *last = 0;
     (text.len() == digits.len()).then(|| digits.copy_from_slice(text.as_bytes()))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn octal_takes_both_terminators_and_nothing_else() {
+        for field in [
+            &b"0000644\0"[..],
+            b"000644 \0",
+            b"644\0\0\0\0\0",
+            b"  644 \0 ",
+            b"644",
+        ] {
+            assert_eq!(octal(field), Some(0o644), "{field:?}");
+        }
+        for field in [
+            &b""[..],
+            b"\0\0",
+            b"    ",
+            b"648\0",
+            b"64a\0",
+            b"-644",
+            b"644\x00644",
+            b"\x80\x36",
+        ] {
+            assert_eq!(octal(field), None, "{field:?}");
+        }
+        assert_eq!(octal(b"1777777777777777777777"), Some(u64::MAX));
+        assert_eq!(octal(b"2000000000000000000000"), None);
+    }
+
+    #[test]
+    fn written_block_is_read_back() {
+        let mut tar = Vec::new();
+        append_file(&mut tar, "a/b", b"12345").unwrap();
+        assert_eq!(tar.len(), 2 * BLOCK_BYTES);
+        let block = parse_block(tar.first_chunk().unwrap()).unwrap();
+        assert_eq!(
+            block,
+            Block {
+                kind: BlockKind::File,
+                name: b"a/b".to_vec(),
+                size: 5
+            }
+        );
+    }
+
+    #[test]
+    fn long_path_is_split_at_a_slash() {
+        let path = [vec![b'p'; 155], vec![b'/'], vec![b'n'; 100]].concat();
+        assert_eq!(
+            split_name(&path),
+            Some((&[b'p'; 155][..], &[b'n'; 100][..]))
+        );
+        assert_eq!(split_name(&[b'n'; 101]), None);
+        assert_eq!(
+            split_name(&[&[b'p'; 156][..], b"/", &[b'n'; 100]].concat()),
+            None
+        );
+        assert_eq!(split_name(&[&[b'p'; 100][..], b"/"].concat()), None);
+        let mut tar = vec![1, 2];
+        assert_eq!(append_file(&mut tar, &"n".repeat(101), b""), None);
+        assert_eq!(tar, [1, 2]);
+    }
+
+    #[test]
+    fn pax_records_count_themselves() {
+        assert_eq!(
+            split_record(b"6 a=b\nrest"),
+            Some((&b"a=b"[..], &b"rest"[..]))
+        );
+        assert_eq!(
+            split_record(b"7 a=\n\n\nrest"),
+            Some((&b"a=\n\n"[..], &b"rest"[..]))
+        );
+        for broken in [
+            &b"5 a=b\n"[..],
+            b"7 a=b\n",
+            b"6a=b\n\n",
+            b" a=b\n",
+            b"-6 a=b\n",
+            b"1 \n",
+        ] {
+            assert_eq!(split_record(broken), None, "{broken:?}");
+        }
+    }
+}
