@@ -345,7 +345,7 @@ def _check_route(record: route.RouteRecord) -> None:
     """Stop where the route's lowering is missing; never run the other route instead."""
     if record.route is Route.XLA:
         raise ConfigurationError(
-            f"{route.BACKEND_VARIABLE}={record.raw_value} selects the XLA route, and the XLA "
+            f"{record.reason} selects the XLA route, and the XLA "
             "lowering (PyTorch/XLA to HLO) is not in this version of vllm-neuron. The server does "
             f"not run another route instead. Unset {route.BACKEND_VARIABLE} or set it to "
             "neuron_native for the native route.",
