@@ -270,6 +270,14 @@ def read_settings(
             notice = _notice(row, source, text)
             if notice is not None:
                 notices.append(notice)
+    off, strict = "NEURON_LIBTORCH_DISABLE_COMPILE_CACHE", "VLLM_NEURON_DISABLE_WARMUP_COMPILE"
+    if values[off] and values[strict]:
+        raise ConfigurationError(
+            f"{off}=1 and {strict}=1 contradict each other: without the compilation cache every "
+            "graph would have to be compiled, and that is forbidden. Unset one of them.",
+            name=off,
+            value="1",
+        )
     root = values["VLLM_CACHE_ROOT"]
     moved = None
     if root is None:

@@ -86,6 +86,13 @@ def test_values_out_of_range_name_variable_and_value(name, text, expected):
     assert (caught.value.name, caught.value.value) == (name, text)
 
 
+def test_no_cache_and_no_compiling_name_both():
+    both = {"NEURON_LIBTORCH_DISABLE_COMPILE_CACHE": "1", "VLLM_NEURON_DISABLE_WARMUP_COMPILE": "1"}
+    with pytest.raises(ValueError) as caught:
+        read_settings(both)
+    assert all(name in str(caught.value) for name in both)
+
+
 OLD, NEW = "VLLM_NEURON_COMPILATION_TIMEOUT", "NEURON_LIBTORCH_COMPILATION_TIMEOUT"
 
 
