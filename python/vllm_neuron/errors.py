@@ -113,7 +113,7 @@ class StoreCorruptError(StoreError):
 
 
 class StoreReadOnlyError(StoreError):
-    """The directory takes no writes. Attribute: `path`."""
+    """The directory takes no writes. Attributes: `path`, `errno`."""
 
 
 class StoreUntrustedError(StoreError):

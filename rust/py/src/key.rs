@@ -1,7 +1,5 @@
 //! Bindings of `vllm_neuron_core::key` and `digest`.
 
-use std::hash::{DefaultHasher, Hash, Hasher};
-
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyString};
@@ -49,9 +47,8 @@ impl Key {
     }
 
     fn __hash__(&self) -> u64 {
-        let mut hasher = DefaultHasher::new();
-        self.0.digest.hash(&mut hasher);
-        hasher.finish()
+        let head = self.0.digest.as_bytes().first_chunk();
+        u64::from_le_bytes(head.copied().unwrap_or_default())
     }
 
     fn __repr__(&self) -> String {

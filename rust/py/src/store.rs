@@ -424,10 +424,25 @@ fn make_error(py: Python<'_>, error: &StoreError) -> PyResult<PyErr> {
             details.set_item("reason", reason)?;
             "StoreUntrustedError"
         }
-        StoreError::ReadOnly { .. } => "StoreReadOnlyError",
-        StoreError::Io { path, source, .. } => {
-            // The subclass (FileNotFoundError, ...) is chosen by the interpreter from errno.
-            let arguments = (source.raw_os_error(), message, text(path));
+        StoreError::ReadOnly { source, .. } => {
+            details.set_item("errno", source.raw_os_error())?;
+            "StoreReadOnlyError"
+        }
+        StoreError::Io {
+            path,
+            operation,
+            source,
+        } => {
+            // As Python's own: the interpreter chooses the subclass by errno and adds the path.
+            let errno = source.raw_os_error();
+            let reason = match errno {
+                Some(errno) => py
+                    .import("os")?
+                    .call_method1("strerror", (errno,))?
+                    .extract()?,
+                None => source.to_string(),
+            };
+            let arguments = (errno, format!("cannot {operation}: {reason}"), text(path));
             return Ok(PyErr::from_value(
                 py.get_type::<PyOSError>().call1(arguments)?,
             ));
