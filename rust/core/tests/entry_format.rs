@@ -1,6 +1,9 @@
 //! Laws of the entry format: every damage is found, no bytes make the reader panic, golden files
 //! stay readable.
 
+// The helpers of tests may unwrap as the tests do.
+#![allow(clippy::unwrap_used)]
+
 use std::path::{Path, PathBuf};
 
 use proptest::prelude::*;

@@ -299,7 +299,8 @@ impl KeyLock {
         let deadline = match timeout_s {
             None => None,
             Some(seconds) => {
-                let wait = Duration::try_from_secs_f64(seconds.max(0.0)).map_err(|_| {
+                let wait = Duration::try_from_secs_f64(if seconds < 0.0 { 0.0 } else { seconds })
+                    .map_err(|_| {
                     PyValueError::new_err(format!("timeout_s: expected seconds, found {seconds}"))
                 })?;
                 Instant::now().checked_add(wait)

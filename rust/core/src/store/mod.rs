@@ -13,6 +13,8 @@ mod fork;
 mod lock;
 mod lookup;
 mod publish;
+#[cfg(test)]
+mod tests;
 mod tree;
 mod trust;
 

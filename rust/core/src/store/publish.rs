@@ -1,5 +1,6 @@
 //! Publish: an unnamed file becomes an entry in one step, complete and durable.
 
+use std::io::ErrorKind;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
 use std::time::{Duration, SystemTime};
@@ -86,7 +87,8 @@ impl Prepared {
             match openat(&tree.directory, ".", flags | OFlags::TMPFILE, mode) {
                 Ok(file) => return Ok(Some(Self { file, name: None })),
                 // Not every file system has unnamed files; old kernels see a directory instead.
-                Err(Errno::NOENT) if tree.is_gone() => return Ok(None),
+                // Not only NOENT: ext4 says PERM in a directory that was removed.
+                Err(_) if tree.is_gone() => return Ok(None),
                 Err(Errno::OPNOTSUPP | Errno::ISDIR | Errno::INVAL | Errno::NOENT) => {}
                 Err(error) => return Err(failed(error)),
             }
@@ -101,7 +103,7 @@ impl Prepared {
                 file,
                 name: Some((directory, name)),
             })),
-            Err(Errno::NOENT) => Ok(None),
+            Err(_) if is_gone(&directory) => Ok(None),
             Err(error) => Err(failed(error)),
         }
     }
@@ -128,7 +130,8 @@ impl Prepared {
         match linked {
             Ok(()) => Ok(Link::Done),
             Err(Errno::EXIST) => Ok(Link::Taken),
-            Err(Errno::NOENT) if self.name.is_none() && !is_gone(directory) => Ok(Link::NeedsName),
+            Err(_) if is_gone(directory) => Ok(Link::Vanished),
+            Err(Errno::NOENT) if self.name.is_none() => Ok(Link::NeedsName),
             Err(Errno::NOENT) => Ok(Link::Vanished),
             Err(error) => Err(StoreError::write(path, "publish", error)),
         }
@@ -138,9 +141,9 @@ impl Prepared {
 /// Opens or makes a directory of the tree; None if the tree was removed meanwhile.
 pub(super) fn open_inside(tree: &Tree, name: &str) -> Result<Option<OwnedFd>, StoreError> {
     match tree.open_directory(name, true) {
-        Err(StoreError::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {
-            Ok(None)
-        }
+        Err(_) if tree.is_gone() => Ok(None),
+        // Removed between its making and its opening.
+        Err(StoreError::Io { source, .. }) if source.kind() == ErrorKind::NotFound => Ok(None),
         opened => opened,
     }
 }
@@ -168,8 +171,7 @@ pub(super) fn sweep(tree: &Tree) {
             let Ok(found) = statat(&directory, file.file_name(), AtFlags::SYMLINK_NOFOLLOW) else {
                 continue;
             };
-            // The time of the last rename or write, whichever is later.
-            let changed = Duration::from_secs(u64::try_from(found.st_ctime).unwrap_or(0));
+            let changed = Duration::from_secs(u64::try_from(found.st_mtime).unwrap_or(0));
             let elapsed = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH + changed);
             if elapsed.is_ok_and(|elapsed| elapsed > age) {
                 // Directories stay: the store makes none here.

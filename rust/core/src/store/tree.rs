@@ -3,7 +3,10 @@
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{AtFlags, RenameFlags, Stat, fstat, renameat_with, statat};
+use rustix::fs::{
+    AtFlags, RenameFlags, Stat, Timespec, Timestamps, UTIME_NOW, fstat, renameat_with, statat,
+    utimensat,
+};
 use rustix::io::Errno;
 use rustix::rand::{GetRandomFlags, getrandom};
 
@@ -91,6 +94,16 @@ impl Tree {
             Err(Errno::NOENT) => return Ok(()),
             renamed => renamed?,
         }
+        // From now on it ages; without the new time it only goes sooner.
+        let now = Timespec {
+            tv_sec: 0,
+            tv_nsec: UTIME_NOW,
+        };
+        let times = Timestamps {
+            last_access: now,
+            last_modification: now,
+        };
+        let _ = utimensat(&aside, &kept, &times, AtFlags::SYMLINK_NOFOLLOW);
         let moved = statat(&aside, &kept, AtFlags::SYMLINK_NOFOLLOW)?;
         if FileId::from(&moved) != judged {
             match renameat_with(&aside, &kept, directory, name, RenameFlags::NOREPLACE) {
