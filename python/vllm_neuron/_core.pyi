@@ -6,6 +6,7 @@ from typing import Any, Literal, Self, final
 
 from typing_extensions import Buffer
 
+__all__: list[str]
 __version__: str
 
 # ---- NEFF containers: rust/py/src/neff.rs -----------------------------------------------------

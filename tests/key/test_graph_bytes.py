@@ -170,7 +170,7 @@ REFUSED = {
     ),
     "subclass of int": (
         lambda: graphs.call(aten.add.Tensor, (_Int(1),)),
-        "add_tensor", "tests.key.test_graph_bytes._Int", NO_FORM,
+        "add_tensor", f"{__name__}._Int", NO_FORM,
     ),
     "tensor argument": (
         lambda: graphs.call(aten.add.Tensor, (torch.ones(1),)),
@@ -195,7 +195,7 @@ REFUSED = {
                      "only strided tensors have a canonical form"),
     "subclass as input": (
         lambda: graphs.two_ops(x=torch.ones(2).as_subclass(_Subclass)),
-        "x", "tests.key.test_graph_bytes._Subclass", "a tensor subclass has a meaning of its own",
+        "x", f"{__name__}._Subclass", "a tensor subclass has a meaning of its own",
     ),
     "object as input": (lambda: graphs.two_ops(x=object()), "x", "object",
                         "only tensors and constants can be inputs of a static graph"),
