@@ -79,7 +79,9 @@ class Engine:
         """
         return self.call(_generate, prompts, list(params))
 
-    def tokens(self, prompts: Sequence[Sequence[int]], count: int, **params: Any) -> list[list[int]]:
+    def tokens(
+        self, prompts: Sequence[Sequence[int]], count: int, **params: Any
+    ) -> list[list[int]]:
         """Returns `count` greedy tokens after each prompt, all submitted at once."""
         fixed = {"temperature": 0, "max_tokens": count, "ignore_eos": True, **params}
         outputs = self.generate(prompts, [fixed] * len(prompts))

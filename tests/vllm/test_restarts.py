@@ -50,7 +50,7 @@ def expected(
 ):
     return {
         "state": state,
-        "loaded": GRAPHS - traces if loaded is None else loaded,
+        "loaded": GRAPHS - traces,
         "graphs": GRAPHS,
         "traces": traces,
         "lowerings": lowerings,
