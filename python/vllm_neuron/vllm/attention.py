@@ -39,7 +39,7 @@ class NeuronAttentionMetadata(AttentionMetadata):
     Attributes:
         batch: sequences B.
         query_len: query tokens per sequence Q.
-        slots: cache row each token is written to, (B * Q,) int64; block * block_size + offset.
+        slots: block, and row of the block, that each token is written to, both (B * Q,) int64.
         blocks: block tables in one row, (B * N,) int64 for N blocks per sequence.
         visible: by sliding window in tokens (None: full attention), which keys a query sees,
             (B, 1, Q, S) bool for S = N * block_size.
@@ -50,7 +50,7 @@ class NeuronAttentionMetadata(AttentionMetadata):
 
     batch: int
     query_len: int
-    slots: torch.Tensor
+    slots: tuple[torch.Tensor, torch.Tensor]
     blocks: torch.Tensor
     visible: dict[int | None, torch.Tensor]
     live: torch.Tensor
@@ -70,7 +70,8 @@ class NeuronAttentionMetadata(AttentionMetadata):
 
         Args:
             positions: position of each token in its sequence, (B * Q,) int64; 0 for padding.
-            slots: as the attribute.
+            slots: cache row each token is written to, (B * Q,) int64: block * block_size + row of
+                the block.
             block_tables: blocks of each sequence, (B, N) int64; 0 beyond its end.
             kv_caches: as the attribute.
             block_size: tokens per block.
@@ -89,7 +90,7 @@ class NeuronAttentionMetadata(AttentionMetadata):
         return NeuronAttentionMetadata(
             batch=batch,
             query_len=query_len,
-            slots=slots,
+            slots=(slots // block_size, slots % block_size),
             blocks=block_tables.reshape(-1),
             visible=visible,
             live=(keys <= last.view(batch, 1)).view(batch, -1, 1, 1),
@@ -245,9 +246,15 @@ class NeuronAttention(AttentionImpl[NeuronAttentionMetadata]):
         return output
 
 
-def _write(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
-    """Stores `rows` (T, heads, dim) at `slots` (T,) of a paged cache, in place."""
-    cache.view(-1, *rows.shape[1:]).index_copy_(0, slots, rows.to(cache.dtype))
+def _write(
+    cache: torch.Tensor, slots: tuple[torch.Tensor, torch.Tensor], rows: torch.Tensor
+) -> None:
+    """Stores `rows` (T, heads, dim) at `slots` of a paged cache, in place.
+
+    Through a view of the cache as one row per token, XLA would update two copies of it: one for
+    the reads of this step, one for the next step.
+    """
+    cache.index_put_(slots, rows.to(cache.dtype))
 
 
 def _gather(cache: torch.Tensor, step: NeuronAttentionMetadata) -> torch.Tensor:
