@@ -4,7 +4,7 @@
 
 use std::borrow::Cow;
 use std::fmt::Display;
-use std::io::{ErrorKind, Read};
+use std::io::{BufRead, BufReader, ErrorKind};
 
 use flate2::bufread::GzDecoder;
 
@@ -14,8 +14,8 @@ use super::header::PAYLOAD_OFFSET;
 
 /// First bytes of a gzip stream (RFC 1952: magic, then method 8 = deflate).
 const GZIP_MAGIC: [u8; 3] = [0x1f, 0x8b, 0x08];
-/// Bytes inflated at a time where nobody wants them.
-const SKIP_BYTES: usize = 16 * 1024;
+/// Bytes inflated at a time; large enough that calls into the decoder do not count.
+const BUFFER_BYTES: usize = 256 * 1024;
 
 /// How the archive is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,7 +47,7 @@ impl Compression {
 
 enum Source<'a> {
     Plain(&'a [u8]),
-    Gzip(Box<GzDecoder<&'a [u8]>>),
+    Gzip(Box<BufReader<GzDecoder<&'a [u8]>>>),
 }
 
 /// A reading position in the inflated payload.
@@ -62,7 +62,10 @@ impl<'a> Stream<'a> {
     pub(super) fn new(payload: &'a [u8], limits: &'a Limits) -> Self {
         let source = match Compression::of(payload) {
             Compression::None => Source::Plain(payload),
-            Compression::Gzip => Source::Gzip(Box::new(GzDecoder::new(payload))),
+            Compression::Gzip => {
+                let decoder = GzDecoder::new(payload);
+                Source::Gzip(Box::new(BufReader::with_capacity(BUFFER_BYTES, decoder)))
+            }
         };
         Self {
             source,
@@ -104,32 +107,31 @@ impl<'a> Stream<'a> {
             return Ok(Cow::Borrowed(taken));
         }
         // The declared size is not trusted with an allocation: memory grows with what is inflated.
-        let mut taken = Vec::with_capacity(wanted.min(SKIP_BYTES));
-        while taken.len() < wanted {
-            let start = taken.len();
-            taken.resize(wanted.min(start.saturating_add(SKIP_BYTES)), 0);
-            let read = self.fill(taken.get_mut(start..).unwrap_or_default())?;
-            if start.saturating_add(read) < taken.len() {
+        let mut taken = Vec::with_capacity(wanted.min(BUFFER_BYTES));
+        while let Some(left @ 1..) = wanted.checked_sub(taken.len()) {
+            let inflated = self.inflated()?;
+            let part = inflated.get(..left).unwrap_or(inflated);
+            if part.is_empty() {
                 return Err(self.ended_early(count));
             }
+            taken.extend_from_slice(part);
+            let passed = part.len();
+            self.pass(passed);
         }
         Ok(Cow::Owned(taken))
     }
 
     /// Passes over exactly `count` bytes.
     pub(super) fn skip(&mut self, count: u64) -> Result<(), NeffError> {
-        if matches!(self.source, Source::Plain(_)) {
-            return self.take(count).map(|_| ());
-        }
-        let mut scratch = [0; SKIP_BYTES];
         let mut left = count;
         while left > 0 {
-            let chunk = usize::try_from(left).unwrap_or(SKIP_BYTES).min(SKIP_BYTES);
-            let read = self.fill(scratch.get_mut(..chunk).unwrap_or_default())?;
-            if read < chunk {
+            let available = self.inflated()?.len();
+            let part = usize::try_from(left).unwrap_or(available).min(available);
+            if part == 0 {
                 return Err(self.ended_early(count));
             }
-            left = left.saturating_sub(read as u64);
+            self.pass(part);
+            left = left.saturating_sub(part as u64);
         }
         Ok(())
     }
@@ -137,12 +139,14 @@ impl<'a> Stream<'a> {
     /// Reads to the end of the payload: only zeros may be left, inside the gzip stream and after
     /// it. Reading to the end also checks the CRC and length of the gzip trailer.
     pub(super) fn finish(&mut self) -> Result<(), NeffError> {
-        let mut scratch = [0; SKIP_BYTES];
         loop {
-            let start = self.position;
-            let read = self.fill(&mut scratch)?;
-            if let Some(index) = scratch.iter().take(read).position(|&byte| byte != 0) {
-                let position = start.saturating_add(index as u64);
+            let inflated = self.inflated()?;
+            let available = inflated.len();
+            if available == 0 {
+                break;
+            }
+            if let Some(index) = inflated.iter().position(|&byte| byte != 0) {
+                let position = self.position.saturating_add(index as u64);
                 return Err(NeffError::Archive {
                     member: None,
                     mismatch: self.mismatch(
@@ -152,17 +156,16 @@ impl<'a> Stream<'a> {
                     ),
                 });
             }
-            if read < scratch.len() {
-                break;
-            }
+            self.pass(available);
         }
-        if let Source::Gzip(decoder) = &self.source {
-            let trailing = *decoder.get_ref();
+        if let Source::Gzip(reader) = &self.source {
+            let trailing = *reader.get_ref().get_ref();
             if let Some(index) = trailing.iter().position(|&byte| byte != 0) {
-                let left = trailing.len().saturating_sub(index) as u64;
                 return Err(NeffError::Gzip {
                     mismatch: Mismatch::at(
-                        PAYLOAD_OFFSET.saturating_add(self.payload_bytes.saturating_sub(left)),
+                        PAYLOAD_OFFSET
+                            .saturating_add(self.consumed())
+                            .saturating_add(index as u64),
                         "only zeros after the gzip stream",
                         "other bytes",
                     ),
@@ -172,64 +175,70 @@ impl<'a> Stream<'a> {
         Ok(())
     }
 
-    /// Fills `buffer`; returns less than its length only at the end of the stream.
-    fn fill(&mut self, buffer: &mut [u8]) -> Result<usize, NeffError> {
-        let mut filled = 0;
-        while let Some(free) = buffer.get_mut(filled..).filter(|free| !free.is_empty()) {
-            let result = match &mut self.source {
-                Source::Plain(rest) => rest.read(free),
-                Source::Gzip(decoder) => decoder.read(free),
-            };
-            match result {
-                Ok(0) => break,
-                Ok(read) => {
-                    filled = filled.saturating_add(read);
-                    self.position = self.position.saturating_add(read as u64);
-                    self.check_ratio()?;
-                }
-                Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) => {
-                    let found = if error.kind() == ErrorKind::UnexpectedEof {
-                        "the end of the payload".to_owned()
-                    } else {
-                        error.to_string()
-                    };
-                    return Err(NeffError::Gzip {
-                        mismatch: Mismatch::at(
-                            PAYLOAD_OFFSET.saturating_add(self.consumed()),
-                            "a valid gzip stream",
-                            found,
-                        ),
-                    });
-                }
+    /// The next bytes of the stream, at least one unless it has ended; they stay until
+    /// [`Self::pass`].
+    fn inflated(&mut self) -> Result<&[u8], NeffError> {
+        if let Source::Gzip(reader) = &mut self.source {
+            if let Err(error) = reader.fill_buf() {
+                let found = if error.kind() == ErrorKind::UnexpectedEof {
+                    "the end of the payload".to_owned()
+                } else {
+                    error.to_string()
+                };
+                return Err(NeffError::Gzip {
+                    mismatch: Mismatch::at(
+                        PAYLOAD_OFFSET.saturating_add(self.consumed()),
+                        "a valid gzip stream",
+                        found,
+                    ),
+                });
             }
+            self.check_ratio()?;
         }
-        Ok(filled)
+        Ok(self.buffered())
+    }
+
+    /// Bytes that can be passed over without reading on.
+    fn buffered(&self) -> &[u8] {
+        match &self.source {
+            Source::Plain(rest) => rest,
+            Source::Gzip(reader) => reader.buffer(),
+        }
+    }
+
+    fn pass(&mut self, count: usize) {
+        match &mut self.source {
+            Source::Plain(rest) => rest.consume(count),
+            Source::Gzip(reader) => reader.consume(count),
+        }
+        self.position = self.position.saturating_add(count as u64);
     }
 
     /// Bytes of the payload that have been used up.
     fn consumed(&self) -> u64 {
         let rest = match &self.source {
             Source::Plain(rest) => rest.len(),
-            Source::Gzip(decoder) => decoder.get_ref().len(),
+            Source::Gzip(reader) => reader.get_ref().get_ref().len(),
         };
         self.payload_bytes.saturating_sub(rest as u64)
     }
 
+    /// Checks what has been inflated so far, read or not.
     fn check_ratio(&self) -> Result<(), NeffError> {
         let consumed = self.consumed();
+        let inflated = self.position.saturating_add(self.buffered().len() as u64);
         let allowed = consumed
             .saturating_mul(self.limits.inflate_ratio)
             .saturating_add(self.limits.inflate_floor_bytes);
-        if self.position <= allowed {
+        if inflated <= allowed {
             return Ok(());
         }
         Err(NeffError::Limit {
             what: "inflate ratio",
             mismatch: self.mismatch(
                 self.position,
-                format!("at most {allowed} bytes out of {consumed} compressed ones"),
-                format!("{} bytes", self.position),
+                format_args!("at most {allowed} bytes out of {consumed} compressed ones"),
+                format_args!("{inflated} bytes"),
             ),
         })
     }
