@@ -12,9 +12,7 @@ def merged(extra, level=2, target="trn2"):
     return compiler_arguments(level, extra=extra, target=target)
 
 
-@pytest.mark.parametrize(
-    ("level", "option"), [(0, "-O1"), (1, "-O1"), (2, "-O2"), (3, "-O3")]
-)
+@pytest.mark.parametrize(("level", "option"), [(0, "-O1"), (1, "-O1"), (2, "-O2"), (3, "-O3")])
 def test_the_plugins_own_arguments(level, option):
     found = merged(None, level)
     assert found.arguments == (*OWN, option, "--auto-cast=none")
@@ -180,7 +178,10 @@ def test_flags_that_cannot_be_parsed(extra, reason):
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        ("--native-int64 enabled --auto-cast-type fp16", "--auto-cast-type=fp16 --native-int64=enabled"),
+        (
+            "--native-int64 enabled --auto-cast-type fp16",
+            "--auto-cast-type=fp16 --native-int64=enabled",
+        ),
         ("-O3", "--optlevel   3"),
         ("--lnc 1", "--logical-nc-config=1"),
         ("--verbose=35 --logfile a.txt --output b.neff", ""),

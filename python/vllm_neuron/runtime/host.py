@@ -154,6 +154,7 @@ class HostModel:
         self.bucket = bucket
         self.result_handlers = [_result_handler(output) for output in self.outputs]
         self.output_types = [(tuple(output.shape), output.dtype) for output in self.outputs]
+        self.sources = [self.aliases.get(index) for index in range(len(self.outputs))]
         self._unbound: HostBoundModel | None = None
 
     def bind(self, fixed: Mapping[int, HostTensor]) -> HostBoundModel:
@@ -232,58 +233,48 @@ class HostBoundModel:
                     buffers[item.index] = item.take(argument)
                     if item.updated:
                         updated[item.index] = argument
-            results = self._run(tensors, buffers)
+            try:
+                results = model.executable.execute_sharded(buffers).consume_with_handlers(
+                    model.result_handlers
+                )
+            except (RuntimeError, ValueError, TypeError) as error:
+                raise self._failure(error, tensors) from error
             model.runtime.counters["executions"] += 1
-            return [
-                self._output(index, result, tensors, updated)
-                for index, result in enumerate(results)
-            ]
+            outputs = []
+            for result, source, kind in zip(
+                results, model.sources, model.output_types, strict=True
+            ):
+                output = None if source is None else tensors[source]
+                if output is None:
+                    output = HostTensor(result, *kind)
+                    if source is not None:
+                        updated[source].copy_(output.memory())
+                else:
+                    output.replace(result)
+                outputs.append(output)
+            return outputs
 
-    def _run(self, tensors: Sequence[HostTensor | None], buffers: Sequence[Any]) -> list[Any]:
-        """Execute, and on failure note which tensors lost their contents."""
+    def _failure(self, error: Exception, tensors: Sequence[HostTensor | None]) -> ExecutionError:
+        """Note which tensors a failed execution took, and return the error to raise."""
         model = self._model
-        if None in buffers:
-            # Only a lost tensor has no buffer; to ask it for its address raises with the reason.
-            tensors[buffers.index(None)].data_ptr()
-        try:
-            return model.executable.execute_sharded(buffers).consume_with_handlers(
-                model.result_handlers
-            )
-        except (RuntimeError, ValueError, TypeError) as error:
-            reason = xla_cpu.short_reason(error)
-            lost = []
-            for index in model.aliases.values():
-                tensor = tensors[index]
-                if tensor is not None and tensor.buffer.is_deleted():
-                    tensor.lose(reason)
-                    lost.append(model.inputs[index].name)
-            raise ExecutionError(
-                f"bucket {model.bucket}: the execution failed: {reason}"
-                + (f"; lost are the contents of {', '.join(lost)}" if lost else ""),
-                bucket=model.bucket,
-                status=(
-                    NrtStatus.RESOURCE if "RESOURCE_EXHAUSTED" in reason else NrtStatus.FAILURE
-                ),
-                reason=reason,
-            ) from error
-
-    def _output(
-        self,
-        index: int,
-        result: Any,
-        tensors: Sequence[HostTensor | None],
-        updated: Mapping[int, torch.Tensor],
-    ) -> HostTensor:
-        model = self._model
-        source = model.aliases.get(index)
-        tensor = None if source is None else tensors[source]
-        if tensor is not None:
-            tensor.replace(result)
-            return tensor
-        output = HostTensor(result, *model.output_types[index])
-        if source is not None:
-            updated[source].copy_(output.memory())
-        return output
+        for tensor in tensors:
+            if tensor is not None and tensor.buffer is None:
+                # An earlier failure took its contents; asked for its address, it says so.
+                tensor.data_ptr()
+        reason = xla_cpu.short_reason(error)
+        lost = []
+        for source in model.aliases.values():
+            tensor = tensors[source]
+            if tensor is not None and tensor.buffer.is_deleted():
+                tensor.lose(reason)
+                lost.append(model.inputs[source].name)
+        return ExecutionError(
+            f"bucket {model.bucket}: the execution failed: {reason}"
+            + (f"; lost are the contents of {', '.join(lost)}" if lost else ""),
+            bucket=model.bucket,
+            status=NrtStatus.RESOURCE if "RESOURCE_EXHAUSTED" in reason else NrtStatus.FAILURE,
+            reason=reason,
+        )
 
     def _check(self, tensor: HostTensor | torch.Tensor, index: int) -> None:
         spec = self._model.inputs[index]

@@ -70,7 +70,7 @@ class HostTensor:
         source = _plain(tensor)
         buffer = import_tensor(source, copy=None)
         uploaded = cls(buffer, tuple(source.shape), _NAMES[source.dtype])
-        if uploaded.nbytes and buffer.unsafe_buffer_pointer() == source.data_ptr():
+        if uploaded.nbytes and buffer.unsafe_buffer_pointer() == tensor.data_ptr():
             uploaded._torch_memory = source
         return uploaded
 
@@ -207,7 +207,7 @@ def check_argument(
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """Return the values of a CPU tensor as a dense row-major one, the same memory if it can be."""
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_quantized:
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         raise ExecutionError(
             f"only dense CPU tensors can be uploaded, found {tensor.layout} on {tensor.device}",
             bucket=None,
