@@ -20,7 +20,7 @@ from vllm_neuron.compiler.host_program import (
 from vllm_neuron.errors import CompileError
 
 if TYPE_CHECKING:
-    from vllm_neuron.capture import TensorSpec
+    from vllm_neuron.trace_record import TensorSpec
     from vllm_neuron.lowering.module import LoweredModule
 
 __all__ = ["HostCompiler"]
