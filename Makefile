@@ -10,7 +10,7 @@ MODEL ?=
 PORT ?=
 PYTEST_ARGS ?=
 
-unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
+unexport PYTHONSAFEPATH PYTHONPATH PYTHONHOME VIRTUAL_ENV
 export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 export DO_NOT_TRACK := 1
@@ -27,7 +27,7 @@ env: ## .venv with locked packages and a release build of the product
 	@$(PYTHON) -I scripts/environment.py --wheels '$(WHEELS)'
 
 demo: env ## serve a model on the host emulator, cold and warm (MODEL=folder, PORT=number)
-	@$(VENV)/python demo/serve.py $(if $(MODEL),--model '$(MODEL)') $(if $(PORT),--port '$(PORT)')
+	@$(VENV)/python -m demo.serve $(if $(MODEL),--model '$(MODEL)') $(if $(PORT),--port '$(PORT)')
 
 test: env lint rust ## everything: lint, Rust tests, Python tests with real servers
 	$(TEST) $(PYTEST_ARGS)
@@ -49,4 +49,4 @@ lock: ## resolve requirements/*.in again (add UPGRADE=1 for newer versions)
 	$(PYTHON) -I scripts/lock.py --wheels '$(WHEELS)' $(if $(UPGRADE),--upgrade)
 
 clean: ## remove .venv and build products
-	rm -rf .venv .environment.lock target dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .demo .environment.lock target dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

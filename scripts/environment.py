@@ -3,8 +3,7 @@
     scripts/environment.py [--wheels DIR]
 
 Needs CPython 3.11 on x86-64 Linux and cargo, nothing else. It does only what is out of date: the
-packages are installed anew when a lock file or this script changed, the product when one of its
-sources did. DIR holds a CPU build of torch; without one PyPI's build is taken, which needs the
+packages are installed anew when a lock file changed, the product when one of its sources did. DIR holds a CPU build of torch; without one PyPI's build is taken, which needs the
 CUDA libraries of `requirements/cuda.txt` to import (about 4 GB) but no GPU.
 """
 
@@ -127,8 +126,8 @@ def main() -> None:
 
     with (ROOT / ".environment.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        locks = [Path(__file__), *LOCKS, CUDA_LOCK]
-        packages = digest(locks, also=f"{ENVIRONMENT} {sys.version} cpu-torch={bool(found)}")
+        layout = f"{ENVIRONMENT} {sys.version} cpu-torch={bool(found)} {UNUSED}"
+        packages = digest([*LOCKS, CUDA_LOCK], also=layout)
         product = digest((ROOT / part for part in PRODUCT), also=packages)
         steps: tuple[tuple[str, str, Callable[[], None]], ...] = (
             ("packages", packages, lambda: install_packages(found)),

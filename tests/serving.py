@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -185,8 +185,11 @@ class Server:
             raise RuntimeError("the server was not started")
         return self._process
 
-    def wait_ready(self) -> None:
+    def wait_ready(self, waiting: Callable[[float], None] | None = None) -> None:
         """Wait until the server answers.
+
+        Args:
+            waiting: called again and again meanwhile, with the seconds since the start.
 
         Raises:
             ServerFailedError: it ended, or the time is over.
@@ -201,6 +204,8 @@ class Server:
                 if self._http.get(f"{self.url}/health", timeout=5).ok:
                     self.ready_s = time.monotonic() - self._started_at
                     return
+            if waiting is not None:
+                waiting(time.monotonic() - self._started_at)
             time.sleep(0.05)
         reason = f"the server was not ready after {self.start_timeout_s:.0f} s"
         raise ServerFailedError(reason, exit_code=None, log_path=self.log_path)
@@ -280,12 +285,15 @@ class Server:
     def close(self) -> None:
         """Stop the server if it runs and see to it that nothing of it is left."""
         if self._process is not None:
-            if self._process.poll() is None:
-                with contextlib.suppress(ServerFailedError):
-                    self.stop(timeout_s=15)
-            self.kill()
-            self._process.wait()
-        self._http.close()
+            try:
+                if self._process.poll() is None:
+                    with contextlib.suppress(ServerFailedError):
+                        self.stop(timeout_s=15)
+            finally:
+                # Also when the wait was interrupted.
+                self.kill()
+                self._process.wait()
+                self._http.close()
 
     # -- the log
 
