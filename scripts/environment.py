@@ -3,8 +3,9 @@
     scripts/environment.py [--wheels DIR]
 
 Needs CPython 3.11 on x86-64 Linux and cargo, nothing else. It does only what is out of date: the
-packages are installed anew when a lock file changed, the product when one of its sources did. DIR holds a CPU build of torch; without one PyPI's build is taken, which needs the
-CUDA libraries of `requirements/cuda.txt` to import (about 4 GB) but no GPU.
+packages are installed anew when a lock file changed, the product when one of its sources did. DIR
+holds a CPU build of torch; without one PyPI's build is taken, which needs the CUDA libraries to
+import (4 GB with them) but no GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = ROOT / ".venv"
 REQUIREMENTS = ROOT / "requirements"
 LOCKS = [REQUIREMENTS / name for name in ("no-deps.txt", "runtime.txt", "dev.txt")]
-CUDA_LOCK = REQUIREMENTS / "cuda.txt"
+TORCH_CPU, TORCH_CUDA = REQUIREMENTS / "torch-cpu.txt", REQUIREMENTS / "torch-cuda.txt"
 
 PRODUCT = ("Cargo.lock", "Cargo.toml", "LICENSE", "README.md", "pyproject.toml", "python", "rust")
 """What goes into the wheel, relative to the root."""
@@ -94,10 +95,13 @@ def remove_unused() -> int:
 def install_packages(wheels: Path | None) -> None:
     """Make `.venv` from nothing and install what is locked."""
     venv.EnvBuilder(clear=True, symlinks=True, with_pip=True).create(ENVIRONMENT)
-    sources = ["--find-links", str(wheels)] if wheels else ["--requirement", str(CUDA_LOCK)]
-    locked = [word for lock in LOCKS for word in ("--requirement", str(lock))]
+    torch = TORCH_CPU if wheels else TORCH_CUDA
+    locked = [word for lock in (torch, *LOCKS) for word in ("--requirement", str(lock))]
+    sources = ["--find-links", str(wheels)] if wheels else []
     pip_install("--require-hashes", "--only-binary", ":all:", *sources, *locked)
     print(f"removed {remove_unused() / 1e6:.0f} MB of GPU code from vLLM", flush=True)
+    python = ENVIRONMENT / "bin" / "python"
+    subprocess.run([python, "-c", "import torch"], check=True, cwd=ROOT, env=child_environment())
 
 
 def install_product() -> None:
@@ -126,8 +130,8 @@ def main() -> None:
 
     with (ROOT / ".environment.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        layout = f"{ENVIRONMENT} {sys.version} cpu-torch={bool(found)} {UNUSED}"
-        packages = digest([*LOCKS, CUDA_LOCK], also=layout)
+        torch = TORCH_CPU if found else TORCH_CUDA
+        packages = digest([torch, *LOCKS], also=f"{ENVIRONMENT} {sys.version} {UNUSED}")
         product = digest((ROOT / part for part in PRODUCT), also=packages)
         steps: tuple[tuple[str, str, Callable[[], None]], ...] = (
             ("packages", packages, lambda: install_packages(found)),

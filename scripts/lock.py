@@ -7,8 +7,9 @@ Writes, beside the `.in` files:
 * `no-deps.txt`: packages installed without the dependencies that they declare;
 * `runtime.txt`: all else that a server needs, closed under dependencies;
 * `dev.txt`: what tests, checks, build and demo need beyond that;
-* `cuda.txt`: the CUDA libraries without which PyPI's build of torch does not import. They are
-  installed only where no CPU build of torch is at hand.
+* `torch-cpu.txt`: a CPU build of torch, from a folder of wheels;
+* `torch-cuda.txt`: PyPI's build of torch and the CUDA libraries without which it does not import,
+  for where no CPU build is at hand.
 
 The locks hold for CPython 3.11 on x86-64 Linux: one wheel a package, with its hash. Versions that
 are locked already are kept, except with `--upgrade`.
@@ -31,9 +32,10 @@ from urllib.request import url2pathname
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements"
 HEADER = "# Written by scripts/lock.py from {source}; CPython 3.11, Linux x86-64.\n"
-CUDA = re.compile(r"(nvidia|cuda)-")
+TORCH = "torch==2.13.0"
+WITH_CUDA = re.compile(r"torch$|nvidia-|cuda-")
 
-Pins = dict[str, tuple[str, set[str]]]
+Pins = dict[str, tuple[str, str]]
 
 
 def canonical(name: str) -> str:
@@ -49,7 +51,7 @@ def resolve(arguments: list[str], *, find_links: Path | None) -> Pins:
         find_links: folder of wheels that pip prefers to the registry's, if any.
 
     Returns:
-        Version and SHA-256 digests of the chosen wheel, by canonical name.
+        Version and SHA-256 digest of the chosen wheel, by canonical name.
     """
     environment = {k: v for k, v in os.environ.items() if k != "PIP_FIND_LINKS"}
     with tempfile.TemporaryDirectory() as folder:
@@ -67,17 +69,15 @@ def resolve(arguments: list[str], *, find_links: Path | None) -> Pins:
         if digest is None:
             path = Path(url2pathname(urlsplit(info["url"]).path))
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        version = item["metadata"]["version"].partition("+")[0]
-        pins[canonical(item["metadata"]["name"])] = (version, {digest})
+        pins[canonical(item["metadata"]["name"])] = (item["metadata"]["version"], digest)
     return pins
 
 
 def write(name: str, pins: Pins, *, source: str) -> None:
     """Write one lock file, sorted by name."""
     lines = [HEADER.format(source=source)]
-    for package, (version, digests) in sorted(pins.items()):
-        hashes = "".join(f" \\\n    --hash=sha256:{digest}" for digest in sorted(digests))
-        lines.append(f"{package}=={version}{hashes}\n")
+    for package, (version, digest) in sorted(pins.items()):
+        lines.append(f"{package}=={version} \\\n    --hash=sha256:{digest}\n")
     (REQUIREMENTS / name).write_text("".join(lines))
     print(f"requirements/{name}: {len(pins)} packages")
 
@@ -86,7 +86,7 @@ def kept_versions(folder: Path) -> list[str]:
     """Return pip arguments that hold what is locked already at its version."""
     constraints = folder / "constraints.txt"
     with constraints.open("w") as out:
-        for name in ("no-deps.txt", "runtime.txt", "dev.txt"):
+        for name in ("no-deps.txt", "torch-cuda.txt", "runtime.txt", "dev.txt"):
             if (REQUIREMENTS / name).exists():
                 text = (REQUIREMENTS / name).read_text()
                 out.writelines(f"{pin}\n" for pin in re.findall(r"^[\w.-]+==[\w.]+", text, re.M))
@@ -107,19 +107,19 @@ def main() -> None:
     dev = ["-r", str(REQUIREMENTS / "dev.in")]
     with tempfile.TemporaryDirectory() as folder:
         keep = [] if options.upgrade else kept_versions(Path(folder))
-        # The `.in` file pins these exactly; resolved with torch, so that accelerate takes this one.
-        bare = resolve(["--no-deps", "-r", no_deps], find_links=wheels)
-        torch = f"torch=={bare['torch'][0]}"
-        registry = resolve([*keep, torch], find_links=None)
-        bare["torch"][1].update(registry["torch"][1])
-        served = resolve([*keep, *runtime], find_links=wheels)
-        checked = resolve([*keep, *runtime, *dev, torch], find_links=wheels)
+        bare = resolve(["--no-deps", "-r", no_deps], find_links=None)
+        cpu = resolve(["--no-deps", f"{TORCH}+cpu"], find_links=wheels)
+        cuda = resolve([*keep, TORCH], find_links=None)
+        served = resolve([*keep, *runtime], find_links=None)
+        # With torch, so that accelerate takes this one.
+        checked = resolve([*keep, *runtime, *dev, f"{TORCH}+cpu"], find_links=wheels)
     write("no-deps.txt", bare, source="no-deps.in")
+    write("torch-cpu.txt", cpu, source="a CPU build of torch")
+    cuda = {k: v for k, v in cuda.items() if WITH_CUDA.match(k)}
+    write("torch-cuda.txt", cuda, source="PyPI's torch and its CUDA libraries")
     write("runtime.txt", served, source="runtime.in")
-    extra = {k: v for k, v in checked.items() if k not in served and k not in bare}
+    extra = {k: v for k, v in checked.items() if k not in {*served, *bare, *cpu}}
     write("dev.txt", extra, source="dev.in")
-    cuda = {k: v for k, v in registry.items() if CUDA.match(k)}
-    write("cuda.txt", cuda, source=f"the CUDA dependencies of {torch}")
     moved = sorted(k for k in served if checked[k] != served[k])
     if moved:
         sys.exit(f"dev.in moves versions of runtime.txt: {', '.join(moved)}. Narrow one of them")
