@@ -35,6 +35,10 @@ PROMPT: Final = "The three primary colours are"
 QUESTION: Final = "What is the capital of France? Answer in one sentence."
 
 MAX_LENGTH: Final = 512
+SEQUENCES: Final = 4
+KV_BLOCKS: Final = 160
+"""Enough for all sequences at full length, at 16 or more tokens a block, so that the demo does not
+take a share of the machine's memory for the KV cache."""
 PLAIN_CHAT: Final = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
 )
@@ -72,7 +76,8 @@ def arguments(model: Path) -> list[str]:
     config = json.loads((model / "config.json").read_text())
     length = str(min(MAX_LENGTH, config.get("max_position_embeddings", MAX_LENGTH)))
     options = ["--max-model-len", length, "--max-num-batched-tokens", length]
-    options += ["--max-num-seqs", "4", "--dtype", "float32"]
+    options += ["--max-num-seqs", str(SEQUENCES), "--dtype", "float32"]
+    options += ["--num-gpu-blocks-override", str(KV_BLOCKS)]
     tokenizer = model / "tokenizer_config.json"
     own_template = (model / "chat_template.jinja").exists() or (
         tokenizer.exists() and "chat_template" in json.loads(tokenizer.read_text())
