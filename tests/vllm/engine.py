@@ -109,6 +109,11 @@ class Engine:
             self._process.join()
 
 
+def model_runner(llm: Any) -> Any:
+    """Returns the NeuronModelRunner of an LLM, inside the child."""
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+
 class EngineError(AssertionError):
     """The child raised; the message is its traceback."""
 
