@@ -15,7 +15,7 @@ pytestmark = pytest.mark.serve
 # Two graphs, so that a start is short.
 ARGUMENTS = (
     *("--max-model-len", "128", "--max-num-batched-tokens", "128"),
-    *("--max-num-seqs", "1", "--dtype", "float32"),
+    *("--max-num-seqs", "1", "--dtype", "float32", "--num-gpu-blocks-override", "16"),
 )
 # The lines whose presence, order and number each row pins down.
 PINNED = re.compile(
@@ -186,7 +186,8 @@ def test_offline_llm(checkpoint, cache_root, tmp_path):
 
             def main(model):
                 options = dict(model=model, max_model_len=128, max_num_batched_tokens=128,
-                               max_num_seqs=1, dtype="float32")
+                               max_num_seqs=1, dtype="float32",
+                               num_gpu_blocks_override=16)
                 greedy = SamplingParams(temperature=0, max_tokens=3)
                 answers = []
                 for level in ({}, {"optimization_level": 2}):
