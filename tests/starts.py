@@ -225,6 +225,14 @@ def _carry(model: str) -> dict[str, Any]:
         route.record_of(VllmConfig())
     except ValueError as error:
         kept["VllmConfig()"] = str(error)
+    from vllm_neuron.vllm.worker import NeuronWorker
+
+    # The configuration has lost its record above: what a custom launcher would hand over.
+    worker = NeuronWorker(config, local_rank=0, rank=0, distributed_init_method="tcp://127.0.0.1:1")
+    try:
+        worker.init_device()
+    except ValueError as error:
+        kept["worker"] = str(error)
     return kept
 
 

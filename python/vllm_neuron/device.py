@@ -20,12 +20,20 @@ if TYPE_CHECKING:
 
     from vllm_neuron.envs import Settings
 
-__all__ = ["Mode", "is_selected", "neuron_devices", "platform_class_name", "resolve_mode"]
+__all__ = [
+    "Mode",
+    "is_asked_for",
+    "is_selected",
+    "neuron_devices",
+    "platform_class_name",
+    "resolve_mode",
+]
 
 PLATFORM_CLASS = "vllm_neuron.vllm.platform.NeuronPlatform"
 DEVICE_VARIABLE = "VLLM_NEURON_DEVICE"
 CPU_MODE_VARIABLE = "VLLM_NEURON_CPU_MODE"
 CPU_COMPILE_VARIABLE = "VLLM_NEURON_CPU_COMPILE"
+SELECTING_VARIABLES = (DEVICE_VARIABLE, CPU_MODE_VARIABLE, CPU_COMPILE_VARIABLE)
 
 _DEVICE_DIRECTORY = Path("/dev")
 # The Neuron driver makes one node per device: /dev/neuron0, /dev/neuron1, ...
@@ -59,12 +67,15 @@ def is_selected(
     with an impossible value does too: vLLM swallows what is raised while plugins register, so the
     error must come later, from the configuration check of the platform.
     """
+    return is_asked_for(environ) or bool(neuron_devices(directory))
+
+
+def is_asked_for(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a setting asks for the plugin, on a machine with or without a device."""
     if environ.get(DEVICE_VARIABLE, "").strip() not in ("", "auto"):
         return True
     modes = (environ.get(name, "") for name in (CPU_MODE_VARIABLE, CPU_COMPILE_VARIABLE))
-    if any(value.strip().lower() not in {"", *FALSE_WORDS} for value in modes):
-        return True
-    return bool(neuron_devices(directory))
+    return any(value.strip().lower() not in {"", *FALSE_WORDS} for value in modes)
 
 
 def platform_class_name(

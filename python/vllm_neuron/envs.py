@@ -33,6 +33,7 @@ __all__ = [
     "is_native_backend",
     "is_service_variable",
     "read_settings",
+    "temporary_file_system",
     "unknown_variables",
 ]
 
@@ -190,6 +191,7 @@ _ROWS = (
 
 VARIABLES: Mapping[str, Variable] = {row.name: row for row in _ROWS}
 _ALIASES: Mapping[str, str] = {alias: row.name for row in _ROWS for alias in row.aliases}
+_MOUNTS = Path("/proc/self/mounts")
 # Names under these prefixes are the plugin's own; an unknown one is a misspelling.
 _OWN_PREFIXES = ("VLLM_NEURON_", "NEURON_LIBTORCH_")
 
@@ -243,9 +245,7 @@ class Settings(Mapping[str, Value]):
         return {row.name: str(self.by_name[row.name]) for row in rows if row.key is _IN_KEY}
 
 
-def read_settings(
-    environ: Mapping[str, str] = os.environ, *, mounts: Path = Path("/proc/self/mounts")
-) -> Settings:
+def read_settings(environ: Mapping[str, str] = os.environ, *, mounts: Path = _MOUNTS) -> Settings:
     """Parse every variable of the table once.
 
     Args:
@@ -284,7 +284,7 @@ def read_settings(
         # As vLLM has it (vllm.envs.get_default_cache_root).
         base = environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
         root = values["VLLM_CACHE_ROOT"] = Path(base) / "vllm"
-        if _is_nfs(root, mounts):
+        if (_file_system(root, mounts) or "").startswith("nfs"):
             moved = Path(f"/tmp/vllm_neuron_wdir_{getpass.getuser()}")
             notices.append(
                 f"{root} is on NFS, where file locks may not work: the compilation cache moves to "
@@ -294,21 +294,25 @@ def read_settings(
     return Settings(values, frozenset(given), tuple(notices), compile_cache)
 
 
-def _is_nfs(path: Path, mounts: Path) -> bool:
-    """Whether `path`, or what will hold it, is on an NFS mount."""
+def temporary_file_system(path: Path, *, mounts: Path = _MOUNTS) -> str | None:
+    """The type of the file system of `path` if that lives in memory, else None."""
+    kind = _file_system(path, mounts)
+    return kind if kind in ("tmpfs", "ramfs") else None
+
+
+def _file_system(path: Path, mounts: Path) -> str | None:
+    """The type of the file system that holds `path`, or will; None if it cannot be told."""
     try:
         lines = mounts.read_text(errors="replace").splitlines()
     except OSError:
-        # No /proc: the mount cannot be told.
-        return False
+        return None
     path = path.resolve()
     types = {}
     for line in lines:
         _, place, kind, *_ = line.split(" ")
         # Blanks and backslashes stand as octal escapes in this table (proc(5)).
         types[re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), place)] = kind
-    holder = next((str(p) for p in (path, *path.parents) if str(p) in types), None)
-    return holder is not None and types[holder].startswith("nfs")
+    return next((types[str(p)] for p in (path, *path.parents) if str(p) in types), None)
 
 
 def _text_of(

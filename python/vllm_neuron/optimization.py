@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import logging
+import os
 import sys
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -222,6 +224,7 @@ def _wrap_create_engine_config(original: Callable[..., VllmConfig]) -> Callable[
     @functools.wraps(original)
     def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
         if not _platform_is_ours():
+            _warn_of_other_platform()
             return original(self, *args, **kwargs)
         token = _starting.set(_begin(self))
         try:
@@ -251,6 +254,22 @@ def _platform_is_ours() -> bool:
     module, _, name = device.PLATFORM_CLASS.rpartition(".")
     cls = type(current_platform)
     return (cls.__module__, cls.__qualname__) == (module, name)
+
+
+@functools.cache
+def _warn_of_other_platform() -> None:
+    """Say, once, that settings ask for the plugin and vLLM runs something else."""
+    from vllm.platforms import current_platform
+
+    if device.is_asked_for():
+        # vLLM shows only its own loggers, and the platform class, which would join the plugin's
+        # to them, is not loaded.
+        logging.getLogger("vllm.neuron").warning(
+            "Settings ask for the Neuron platform (%s), but vLLM runs on %s. "
+            "VLLM_TARGET_DEVICE=cpu and a VLLM_PLUGINS without neuron have that effect.",
+            ", ".join(name for name in device.SELECTING_VARIABLES if os.environ.get(name)),
+            type(current_platform).__qualname__,
+        )
 
 
 def _mark_given_levels(parser_class: type[argparse.ArgumentParser]) -> None:

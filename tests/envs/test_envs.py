@@ -243,6 +243,18 @@ def test_a_cache_root_on_nfs_moves_the_compilation_cache(monkeypatch, tmp_path, 
     assert given.notices == ()
 
 
+@pytest.mark.parametrize(
+    ("kind", "found"), [("tmpfs", "tmpfs"), ("ramfs", "ramfs"), ("ext4", None), ("overlay", None)]
+)
+def test_temporary_file_systems(tmp_path, kind, found):
+    table = tmp_path / "mounts"
+    table.write_text(f"/dev/sda / xfs rw 0 0\nx /cache {kind} rw 0 0\n")
+    inside, beside = Path("/cache/vllm/neuron"), Path("/cached")
+    assert envs.temporary_file_system(inside, mounts=table) == found
+    assert envs.temporary_file_system(beside, mounts=table) is None
+    assert envs.temporary_file_system(inside, mounts=tmp_path / "missing") is None
+
+
 def test_settings_are_frozen_and_survive_pickling():
     settings = read_settings({NEW: "8"})
     with pytest.raises(AttributeError):

@@ -1,7 +1,11 @@
 """Every spelling of a level, on each route, through the real argument parser and EngineArgs."""
 
+import subprocess
+import sys
+
 import pytest
 
+from tests.serving import server_environment
 from tests.starts import Starts
 
 NATIVE = {"VLLM_NEURON_BACKEND": "neuron_native"}
@@ -196,6 +200,26 @@ def test_two_starts_write_their_lines_twice(starts):
     assert first.lines == second.lines != []
 
 
+def test_another_platform_in_place_of_neuron_is_said(checkpoint, tmp_path):
+    """`VLLM_TARGET_DEVICE=cpu` makes vLLM ignore platform plugins."""
+    code = (
+        "from vllm import EngineArgs, platforms\n"
+        f"EngineArgs(model={str(checkpoint('llama'))!r}).create_engine_config()\n"
+        "print(type(platforms.current_platform).__name__)"
+    )
+    environ = server_environment({"VLLM_TARGET_DEVICE": "cpu"}, cache_root=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=300
+    )
+    output = done.stdout + done.stderr
+    assert "CpuPlatform" in output
+    warning = (
+        "Settings ask for the Neuron platform (VLLM_NEURON_DEVICE), but vLLM runs on CpuPlatform."
+    )
+    assert output.count(warning) == 1
+    assert "Neuron compilation route" not in output
+
+
 @pytest.mark.parametrize(("count", "rank", "writes"), [(2, -1, True), (2, 0, False), (2, 1, False)])
 def test_of_several_api_processes_the_launcher_writes(starts, count, rank, writes):
     attributes = {"_api_process_count": count, "_api_process_rank": rank}
@@ -207,6 +231,6 @@ def test_of_several_api_processes_the_launcher_writes(starts, count, rank, write
 
 def test_the_record_travels_with_every_copy_of_the_configuration(starts):
     kept = starts.carry()
-    refusal = kept.pop("VllmConfig()")
-    assert "carries no Neuron route record" in refusal
+    for refused in ("VllmConfig()", "worker"):
+        assert "carries no Neuron route record" in kept.pop(refused)
     assert kept == dict.fromkeys(kept, True)

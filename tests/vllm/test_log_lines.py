@@ -93,7 +93,8 @@ def misspelt(value):
         ("neuron_native", (), {}, native("VLLM_NEURON_BACKEND=neuron_native", ON)),
         (
             " NEURON\r",
-            ("--optimization-level", "1"),
+            # Each API server process builds an engine configuration of its own.
+            ("--optimization-level", "1", "--api-server-count", "2"),
             {},
             native("VLLM_NEURON_BACKEND=neuron", ON, explicit(1)),
         ),

@@ -12,6 +12,7 @@ from vllm.platforms.interface import Platform, PlatformEnum
 from vllm_neuron import envs, optimization, route
 from vllm_neuron.device import Mode
 from vllm_neuron.errors import ConfigurationError
+from vllm_neuron.requirements import check_packages
 from vllm_neuron.route import LogLine, Route
 from vllm_neuron.vllm import limits
 from vllm_neuron.vllm.buckets import resolve_buckets
@@ -212,7 +213,7 @@ class NeuronPlatform(Platform):
         _check_model_runner(start.record.settings)
         if start.writes:
             _write_start_lines(start.record)
-        _check_route(start.record.route)
+        _check_route(start)
 
     @classmethod
     def validate_environ(cls, hard_fail: bool) -> None:
@@ -334,6 +335,14 @@ def _write_start_lines(start: route.StartRecord) -> None:
     route.write_lines(route.start_lines(start.route))
     if start.compiler_arguments is not None:
         route.write_lines(route.compiler_lines(start.compiler_arguments))
+    directory = start.settings.precompile_directory
+    if start.route.precompile_on and (kind := envs.temporary_file_system(directory)):
+        logger.info(
+            "%s is on a temporary file system (%s): what the caches keep is lost with it. Set "
+            "VLLM_CACHE_ROOT to a persistent directory for warm starts.",
+            start.settings.cache_root,
+            kind,
+        )
     if start.mode is Mode.HOST:
         logger.info(
             "Neuron host emulator (VLLM_NEURON_DEVICE=host): NEFFs are built for and run by "
@@ -341,8 +350,9 @@ def _write_start_lines(start: route.StartRecord) -> None:
         )
 
 
-def _check_route(record: route.RouteRecord) -> None:
-    """Stop where the route's lowering is missing; never run the other route instead."""
+def _check_route(start: optimization.StartInProgress) -> None:
+    """Stop where a part of the route is missing; never run the other route instead."""
+    record = start.record.route
     if record.route is Route.XLA:
         raise ConfigurationError(
             f"{record.reason} selects the XLA route, and the XLA "
@@ -352,6 +362,11 @@ def _check_route(record: route.RouteRecord) -> None:
             name=route.BACKEND_VARIABLE,
             value=record.raw_value,
         )
+    warnings = check_packages("serve")
+    if start.record.mode is not Mode.CPU:
+        warnings += check_packages("native")
+    if start.writes:
+        route.write_lines(LogLine(logging.WARNING, text) for text in warnings)
 
 
 def _settle_eager_mode(vllm_config: VllmConfig, mode: Mode) -> None:
