@@ -1,5 +1,6 @@
 """Small StableHLO modules, as the lowering hands them to a compiler, and NEFFs made of them."""
 
+import json
 import re
 from collections.abc import Sequence
 
@@ -153,3 +154,9 @@ def with_members(neff: bytes, *, target: str = "host", **members: bytes | None) 
         members=list(kept.items()),
         compression="none",
     )
+
+
+def manifest_with(neff: bytes, **changes: object) -> bytes:
+    """The same NEFF with some fields of its manifest changed."""
+    fields = json.loads(Neff.parse(neff).member("host/manifest.json"))
+    return with_members(neff, manifest=json.dumps({**fields, **changes}).encode())

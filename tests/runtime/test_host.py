@@ -1,7 +1,6 @@
 """The host runtime: loading and refusing NEFFs, execution, updates in place, failures."""
 
 import gc
-import json
 import logging
 import mmap
 import os
@@ -19,6 +18,7 @@ from tests.compiler.modules import (
     compiled,
     linear,
     lowered,
+    manifest_with,
     reverse,
     with_members,
     write_rows,
@@ -60,11 +60,6 @@ def test_a_neff_is_loaded_from_mapped_pages(runtime, tmp_path):
         "executables_rebuilt": 0,
         "executions": 1,
     }
-
-
-def manifest_with(neff, **changes):
-    fields = json.loads(Neff.parse(neff).member("host/manifest.json"))
-    return with_members(neff, manifest=json.dumps({**fields, **changes}).encode())
 
 
 @pytest.mark.parametrize(

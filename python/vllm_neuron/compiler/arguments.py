@@ -230,18 +230,18 @@ def _parse(text: str) -> Iterator[_Option]:
         if attached:
             yield _Option("--optlevel", attached[1], (token,))
             continue
-        name, equals, value = token.partition("=")
-        spelling = (token,)
-        if not equals:
-            takes_next = (
-                name.replace("_", "-") not in _WITHOUT_VALUE
-                and position < len(tokens)
-                and (not tokens[position].startswith("-") or " " in tokens[position])
-            )
-            value = tokens[position] if takes_next else None
-            if takes_next:
-                spelling = (token, tokens[position])
-                position += 1
+        name, equals, attached_value = token.partition("=")
+        value = attached_value if equals else None
+        spelling: tuple[str, ...] = (token,)
+        if (
+            not equals
+            and name.replace("_", "-") not in _WITHOUT_VALUE
+            and position < len(tokens)
+            and (not tokens[position].startswith("-") or " " in tokens[position])
+        ):
+            value = tokens[position]
+            spelling = (token, value)
+            position += 1
         yield _Option(_canonical_name(name), _canonical_value(name, value), spelling)
 
 

@@ -20,8 +20,8 @@ from vllm_neuron.compiler.host_program import (
 from vllm_neuron.errors import CompileError
 
 if TYPE_CHECKING:
-    from vllm_neuron.trace_record import TensorSpec
     from vllm_neuron.lowering.module import LoweredModule
+    from vllm_neuron.trace_record import TensorSpec
 
 __all__ = ["HostCompiler"]
 
@@ -174,7 +174,7 @@ def _check_program(executable: Any, module: LoweredModule) -> None:
         ("output", module.outputs, layout["outputs"]),
     ):
         expected = [
-            (_HLO_TYPES[spec.dtype], ",".join(str(size) for size in spec.shape))
+            (_HLO_TYPES.get(spec.dtype, spec.dtype), ",".join(map(str, spec.shape)))
             for spec in declared
         ]
         found = [(match["type"], match["dimensions"]) for match in _SHAPE.finditer(text)]

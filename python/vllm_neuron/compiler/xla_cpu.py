@@ -7,6 +7,7 @@ those of jaxlib 0.10 (`jaxlib.xla_client`), through which jax itself goes.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.metadata
 import os
 import platform
@@ -22,6 +23,7 @@ __all__ = [
     "client",
     "compile_module",
     "cpu_features",
+    "extension",
     "jaxlib_version",
     "load_executable",
     "options_for_level",
@@ -69,11 +71,9 @@ def client() -> CpuClient:
         if _client is None:
             # At level 0 XLA reports that it found a CPU; its warnings and errors stay visible.
             os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
-            from jaxlib import xla_client
-
-            cpu = xla_client.make_cpu_client(asynchronous=False)
+            cpu = _xla_client().make_cpu_client(asynchronous=False)
             device = cpu.devices()[0]
-            _client = CpuClient(cpu, device, xla_client.DeviceList((device,)))
+            _client = CpuClient(cpu, device, _xla_client().DeviceList((device,)))
         return _client
 
 
@@ -117,10 +117,8 @@ def compile_module(module: bytes, options: Mapping[str, bool | int]) -> Any:
     Raises:
         XlaError: XLA refuses the module or an option.
     """
-    from jaxlib import xla_client
-
     cpu = client()
-    compile_options = xla_client.CompileOptions()
+    compile_options = _xla_client().CompileOptions()
     compile_options.env_option_overrides = list(options.items())
     try:
         return cpu.client.compile_and_load(module, cpu.devices, compile_options)
@@ -136,15 +134,23 @@ def load_executable(serialized: bytes) -> Any:
     Raises:
         XlaError: the bytes cannot be loaded.
     """
-    from jaxlib import xla_client
-
     cpu = client()
     try:
         return cpu.client.deserialize_executable(
-            serialized, cpu.devices, xla_client.CompileOptions()
+            serialized, cpu.devices, _xla_client().CompileOptions()
         )
     except (RuntimeError, ValueError, TypeError) as error:
         raise XlaError(short_reason(error)) from error
+
+
+@functools.cache
+def extension() -> Any:
+    """Return jaxlib's extension module, where its arrays and shardings live."""
+    return importlib.import_module("jaxlib._jax")
+
+
+def _xla_client() -> Any:
+    return importlib.import_module("jaxlib.xla_client")
 
 
 def short_reason(error: BaseException) -> str:

@@ -326,10 +326,9 @@ def _result_handler(output: NeffTensor) -> Any:
 
     Without it jaxlib looks for jax to describe each array, which takes longer than a small step.
     """
-    from jaxlib import _jax
-
-    sharding = _jax.SingleDeviceSharding(xla_cpu.client().device)
-    return _jax.array_result_handler(_ArrayType(output), sharding, True, True)
+    jaxlib = xla_cpu.extension()
+    sharding = jaxlib.SingleDeviceSharding(xla_cpu.client().device)
+    return jaxlib.array_result_handler(_ArrayType(output), sharding, True, True)
 
 
 class _ArrayType:

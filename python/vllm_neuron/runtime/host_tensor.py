@@ -162,17 +162,15 @@ def import_tensor(tensor: torch.Tensor, *, copy: bool | None) -> Any:
         copy: True for memory of XLA's own; None to share the memory where it is aligned to the 64
             bytes that XLA:CPU code relies on, and to copy otherwise.
     """
-    from jaxlib import _jax
-
     device = xla_cpu.client().device
-    return _jax.dlpack_managed_tensor_to_buffer(dlpack.to_dlpack(tensor), device, None, copy)
+    return xla_cpu.extension().dlpack_managed_tensor_to_buffer(
+        dlpack.to_dlpack(tensor), device, None, copy
+    )
 
 
 def export_tensor(buffer: Any) -> torch.Tensor:
     """Return a CPU tensor that shares the memory of a jaxlib array and keeps it alive."""
-    from jaxlib import _jax
-
-    return dlpack.from_dlpack(_jax.buffer_to_dlpack_managed_tensor(buffer))
+    return dlpack.from_dlpack(xla_cpu.extension().buffer_to_dlpack_managed_tensor(buffer))
 
 
 def check_argument(
