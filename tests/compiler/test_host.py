@@ -152,7 +152,9 @@ def test_every_dtype_is_declared_as_xla_has_it():
 def test_key_factors_name_options_but_neither_processor_nor_threads(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     plain = HostCompiler().key_factors()
-    assert sorted(plain) == ["host-program-format", "xla-options"]
+    assert sorted(plain) == ["compiler", "host-program-format", "target", "version", "xla-options"]
+    assert (plain["compiler"], plain["target"]) == ("xla-cpu", "host")
+    assert plain["version"] == xla_cpu.jaxlib_version()
     assert [o["xla_backend_optimization_level"] for o in json.loads(plain["xla-options"])] == [
         1,
         2,

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,23 @@ def test_an_executable_that_cannot_run_here_is_rebuilt(runtime, caplog, change, 
         "Host emulator: the executable in the NEFF of bucket decode_s2 is compiled again from its "
         f"module, because {reason}"
     )
+
+
+def test_buckets_can_be_loaded_from_several_threads(runtime):
+    module = linear(2, 64, 4)
+    neffs = [compiled(module), manifest_with(compiled(module), jaxlib="0.9.9")] * 4
+    with ThreadPoolExecutor(4) as pool:
+        models = list(
+            pool.map(lambda neff: runtime.load(neff, aliases={}, bucket="decode_s2"), neffs)
+        )
+    x, weight = torch.randn(2, 64), torch.randn(4, 64)
+    first, *others = [model.execute([x, weight])[0].read() for model in models]
+    assert all(torch.equal(first, other) for other in others)
+    assert runtime.counters == {
+        "executables_loaded": 4,
+        "executables_rebuilt": 4,
+        "executions": 8,
+    }
 
 
 def test_a_rebuilt_executable_updates_in_place_too(runtime):

@@ -18,7 +18,7 @@ class Compiler(Protocol):
 
     Attributes:
         name: the compiler for a person and for keys, e.g. `xla-cpu` or `neuronx-cc`.
-        version: its full version; part of every compile key.
+        version: its full version.
         target: the device architecture that its NEFFs are for, e.g. `host` or `trn2`.
     """
 
@@ -27,7 +27,10 @@ class Compiler(Protocol):
     target: str
 
     def key_factors(self) -> Mapping[str, str]:
-        """Return what enters compile keys besides module bytes, arguments, version and target."""
+        """Return what enters compile keys besides module bytes and arguments.
+
+        Name, version and target of the compiler are among it.
+        """
         ...
 
     def compile(

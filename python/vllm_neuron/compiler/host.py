@@ -70,13 +70,16 @@ class HostCompiler:
         self.version = xla_cpu.jaxlib_version()
 
     def key_factors(self) -> dict[str, str]:
-        """Return what enters compile keys besides module, arguments, version and target.
+        """Return what enters compile keys besides module and arguments.
 
         The processor is not among them: an executable made for another one is rebuilt at load. Nor
         is the number of threads, on which no result depends (docs/host-emulator.md). XLA_FLAGS is:
         XLA reads it whenever it compiles.
         """
         factors = {
+            "compiler": self.name,
+            "version": self.version,
+            "target": self.target,
             "host-program-format": str(FORMAT),
             "xla-options": json.dumps(
                 [xla_cpu.options_for_level(level) for level in (1, 2, 3)], sort_keys=True

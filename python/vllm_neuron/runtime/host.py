@@ -43,8 +43,9 @@ class HostRuntime:
 
     Attributes:
         name: `host`.
-        counters: `executables_loaded` and `executables_rebuilt`: NEFFs loaded with the executable
-            inside, or compiled from the module inside; `executions`: programs run.
+        counters: `executables_loaded` and `executables_rebuilt`: NEFFs whose executable was loaded
+            or had to be compiled from the module; `executions`: programs run.
+        lock: held while a program runs and while counting.
     """
 
     name = "host"
@@ -52,6 +53,7 @@ class HostRuntime:
     def __init__(self) -> None:
         self.counters = {"executables_loaded": 0, "executables_rebuilt": 0, "executions": 0}
         self.lock = threading.Lock()
+        self._rebuild_explained = False
 
     def upload(self, tensor: torch.Tensor) -> HostTensor:
         """Make a device tensor of a CPU tensor of any dtype of `DTYPES`, strided in any way.
@@ -106,9 +108,9 @@ class HostRuntime:
             except (xla_cpu.XlaError, NeffFormatError) as error:
                 obstacle = f"it cannot be loaded ({error})"
             else:
-                self.counters["executables_loaded"] += 1
+                self._count("executables_loaded")
                 return executable
-        first = self.counters["executables_rebuilt"] == 0
+        first, self._rebuild_explained = not self._rebuild_explained, True
         logger.log(
             logging.INFO if first else logging.DEBUG,
             "Host emulator: the executable in the NEFF of bucket %s is compiled again from its "
@@ -123,8 +125,12 @@ class HostRuntime:
             raise _load_error(
                 bucket, f"the module in the NEFF {neff.name!r} cannot be compiled: {error}"
             ) from error
-        self.counters["executables_rebuilt"] += 1
+        self._count("executables_rebuilt")
         return executable
+
+    def _count(self, name: str) -> None:
+        with self.lock:
+            self.counters[name] += 1
 
 
 class HostModel:
