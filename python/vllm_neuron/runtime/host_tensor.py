@@ -14,7 +14,7 @@ from vllm_neuron.compiler import xla_cpu
 from vllm_neuron.errors import ExecutionError
 from vllm_neuron.runtime.status import NrtStatus
 
-__all__ = ["DTYPES", "HostTensor", "import_tensor"]
+__all__ = ["DTYPES", "HostTensor", "check_argument", "export_tensor", "import_tensor"]
 
 DTYPES: dict[str, torch.dtype] = {
     "float64": torch.float64,
