@@ -6,7 +6,23 @@ from typing import Any, Literal, Self, final
 
 from typing_extensions import Buffer
 
-__all__: list[str]
+__all__ = [
+    "Entry",
+    "EntryInfo",
+    "Key",
+    "KeyBuilder",
+    "KeyLock",
+    "Neff",
+    "NeffTensor",
+    "Store",
+    "StoreProblem",
+    "__version__",
+    "digest",
+    "graph_bytes",
+    "graph_digest",
+    "write_neff",
+]
+
 __version__: str
 
 # ---- NEFF containers: rust/py/src/neff.rs -----------------------------------------------------

@@ -3,13 +3,12 @@
 //! * [`digest`]: BLAKE3-256 digests (cryptographic) and XXH3-128 checksums (rot and tearing).
 //! * [`key`]: canonical bytes of a graph, and keys made of named components.
 //! * [`entry`]: the format of one cache entry, one immutable file.
-//! * [`mmap`]: the bytes of a file, mapped or copied.
 //! * [`store`]: a directory of entries: look up, publish, single-flight, list.
 //! * [`neff`]: parse, validate and write NEFF containers.
 
 pub mod digest;
 pub mod entry;
 pub mod key;
-pub mod mmap;
+mod mmap;
 pub mod neff;
 pub mod store;

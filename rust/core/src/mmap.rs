@@ -26,7 +26,7 @@ const LOCAL_FILE_SYSTEMS: [u64; 11] = [
 ];
 
 /// Whether files of the file system of `fd` may be mapped.
-pub fn is_local(fd: impl AsFd) -> bool {
+pub(crate) fn is_local(fd: impl AsFd) -> bool {
     // `f_type` is a signed word on some architectures; the magic numbers are 32 bits.
     #[allow(
         clippy::cast_sign_loss,
@@ -38,7 +38,7 @@ pub fn is_local(fd: impl AsFd) -> bool {
 
 /// The bytes of a whole file; page-aligned, constant while they are held.
 #[derive(Debug)]
-pub enum Mapping {
+pub(crate) enum Mapping {
     /// Pages of the page cache.
     Mapped(Mmap),
     /// A private copy.
@@ -50,7 +50,7 @@ impl Mapping {
     ///
     /// The file must be a published entry or be treated as one: on a local file system, owned by
     /// this user or root and not writable by others, and `length` its length.
-    pub fn map(file: impl AsFd, length: usize) -> io::Result<Self> {
+    pub(crate) fn map(file: impl AsFd, length: usize) -> io::Result<Self> {
         let file = file.as_fd().as_raw_fd();
         // SAFETY: the caller has checked that only this user and root can write to the file, and no
         // code of the store writes to, truncates or renames over a published file. A user who
@@ -60,7 +60,7 @@ impl Mapping {
     }
 
     /// Reads the first `length` bytes of a file into memory.
-    pub fn copy(file: impl AsFd, length: usize) -> io::Result<Self> {
+    pub(crate) fn copy(file: impl AsFd, length: usize) -> io::Result<Self> {
         // Anonymous pages, so that copies are aligned as maps are.
         let mut copy = MmapMut::map_anon(length)?;
         let mut filled = 0;

@@ -177,33 +177,37 @@ impl Store {
             if !self.is_swept.swap(true, Ordering::Relaxed) {
                 publish::sweep(&tree);
             }
+            if self.is_taken(&tree, kind, key, &mut problems)? {
+                self.counters.existed.fetch_add(1, Ordering::Relaxed);
+                return Ok(Published {
+                    is_new: false,
+                    problems,
+                });
+            }
             let Some(mut prepared) = Prepared::write(&tree, &entry, named)? else {
                 continue;
             };
-            match self.link(tree, &mut prepared, kind, key, &mut problems)? {
+            let Some(directory) = publish::open_inside(&tree, fan_out(&key.to_string()))? else {
+                continue;
+            };
+            let path = tree.entry_path(key);
+            match prepared.link(&directory, &key.to_string(), &path)? {
                 Link::Done => {
                     self.counters.published.fetch_add(1, Ordering::Relaxed);
+                    if let Err(error) = publish::sync_directory(&directory) {
+                        problems.push(StoreError::write(&path, "make the name durable", error));
+                    }
                     return Ok(Published {
                         is_new: true,
                         problems,
                     });
                 }
-                Link::Taken => {
-                    self.counters.existed.fetch_add(1, Ordering::Relaxed);
-                    return Ok(Published {
-                        is_new: false,
-                        problems,
-                    });
-                }
                 Link::NeedsName => named = true,
-                Link::Vanished => {}
+                Link::Taken | Link::Vanished => {}
             }
         }
-        Err(StoreError::write(
-            &self.root,
-            "publish into a directory that keeps being removed",
-            Errno::NOENT,
-        ))
+        let operation = "publish into a directory that keeps changing";
+        Err(StoreError::write(&self.root, operation, Errno::NOENT))
     }
 
     /// Takes the entry of `key` away; false if there is none.
@@ -271,54 +275,28 @@ impl Store {
         })
     }
 
-    /// Links `prepared` to the name of `key`, making the place free of what is no entry.
-    fn link(
+    /// Whether a sound entry is in the place of `key`. What is none is set aside.
+    fn is_taken(
         &self,
-        mut tree: Arc<Tree>,
-        prepared: &mut Prepared,
+        tree: &Tree,
         kind: Kind,
         key: &Digest,
         problems: &mut Vec<StoreError>,
-    ) -> Result<Link, StoreError> {
-        let name = key.to_string();
-        let path = tree.entry_path(key);
-        for _ in 0..ATTEMPTS {
-            let opened = match publish::open_inside(&tree, fan_out(&name)) {
-                // Not a directory: look below says so and it is set aside.
-                Err(StoreError::Corrupt { .. }) => Ok(None),
-                opened => opened,
-            }?;
-            let linked = match &opened {
-                None => Link::Vanished,
-                Some(directory) => prepared.link(directory, &name, &path)?,
-            };
-            match (linked, &opened) {
-                (Link::Done, Some(directory)) => {
-                    if let Err(error) = publish::sync_directory(directory) {
-                        problems.push(StoreError::write(&path, "make the name durable", error));
-                    }
-                    return Ok(Link::Done);
-                }
-                (Link::NeedsName, _) => return Ok(Link::NeedsName),
-                _ => {}
-            }
-            match lookup::open(&tree, kind, key, Verify::All) {
-                Ok(Some(_)) => return Ok(Link::Taken),
-                Ok(None) => tree = self.tree_for_writing()?,
-                Err(unfit) => {
-                    let removable = matches!(
-                        unfit.error,
-                        StoreError::Corrupt { .. } | StoreError::Untrusted { .. }
-                    );
-                    if !removable || unfit.found.is_none() {
-                        return Err(unfit.error);
-                    }
-                    self.set_aside(&tree, key, &unfit)?;
-                    problems.push(unfit.error);
-                }
-            }
+    ) -> Result<bool, StoreError> {
+        let unfit = match lookup::open(tree, kind, key, Verify::All) {
+            Ok(found) => return Ok(found.is_some()),
+            Err(unfit) => unfit,
+        };
+        let is_fault_of_the_file = matches!(
+            unfit.error,
+            StoreError::Corrupt { .. } | StoreError::Untrusted { .. }
+        );
+        if !is_fault_of_the_file || unfit.found.is_none() {
+            return Err(unfit.error);
         }
-        Ok(Link::Vanished)
+        self.set_aside(tree, key, &unfit)?;
+        problems.push(unfit.error);
+        Ok(false)
     }
 
     fn set_aside(&self, tree: &Tree, key: &Digest, unfit: &Unfit) -> Result<(), StoreError> {
