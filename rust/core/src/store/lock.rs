@@ -1,7 +1,6 @@
 //! Single flight: one process does the work for a key, the others wait for it.
 
 use std::io;
-use std::path::PathBuf;
 use std::time::SystemTime;
 
 use rustix::fs::{
@@ -72,7 +71,8 @@ impl KeyLock {
             .is_some_and(|held| held.generation == generation())
     }
 
-    /// Takes the lock if nobody has it. True if this object holds it now.
+    /// Takes the lock if nobody has it. True if this object holds it now; false is worth another
+    /// try.
     ///
     /// `note` says to those who wait what is being done.
     pub fn try_acquire(&mut self, store: &Store, note: &str) -> Result<bool, StoreError> {
@@ -93,12 +93,8 @@ impl KeyLock {
                 Attempt::Vanished => {}
             }
         }
-        let error = io::Error::from(io::ErrorKind::NotFound);
-        Err(StoreError::read(
-            &self.path(store),
-            "lock a file that keeps being removed",
-            error,
-        ))
+        // Whoever removes it does not do so for ever: as if it were held.
+        Ok(false)
     }
 
     /// Who holds the lock, as far as can be read.
@@ -132,13 +128,6 @@ impl KeyLock {
         }
         // Explicitly, not only by closing: a child that is between fork and exec has a copy.
         let _ = flock(&held.file, FlockOperation::Unlock);
-    }
-
-    fn path(&self, store: &Store) -> PathBuf {
-        let name = self.key.to_string();
-        store
-            .root()
-            .join(format!("v1/{LOCKS}/{}/{name}", fan_out(&name)))
     }
 }
 

@@ -172,6 +172,7 @@ impl Store {
         let entry = EntryWriter::new(kind, key, sections)?;
         let mut problems = Vec::new();
         let mut named = false;
+        let mut prepared: Option<Prepared> = None;
         for _ in 0..ATTEMPTS {
             let tree = self.tree_for_writing()?;
             if !self.is_swept.swap(true, Ordering::Relaxed) {
@@ -184,17 +185,21 @@ impl Store {
                     problems,
                 });
             }
-            let Some(mut prepared) = Prepared::write(&tree, &entry, named)? else {
-                continue;
+            // Written once: a file without a name survives the removal of every directory.
+            let written = match prepared.take() {
+                None => Prepared::write(&tree, &entry, named)?,
+                written => written,
             };
+            let Some(mut file) = written else { continue };
             let Some(directory) = publish::open_inside(&tree, fan_out(&key.to_string()))? else {
+                prepared = Some(file);
                 continue;
             };
             let path = tree.entry_path(key);
-            match prepared.link(&directory, &key.to_string(), &path)? {
+            match file.link(&directory, &key.to_string(), &path)? {
                 Link::Done => {
                     self.counters.published.fetch_add(1, Ordering::Relaxed);
-                    if let Err(error) = publish::sync_directory(&directory) {
+                    if let Err(error) = tree.sync(key.as_bytes()[0], &directory) {
                         problems.push(StoreError::write(&path, "make the name durable", error));
                     }
                     return Ok(Published {
@@ -203,6 +208,7 @@ impl Store {
                     });
                 }
                 Link::NeedsName => named = true,
+                Link::Taken | Link::Vanished if !file.is_named() => prepared = Some(file),
                 Link::Taken | Link::Vanished => {}
             }
         }

@@ -7,7 +7,7 @@ use std::time::{Duration, SystemTime};
 
 use rustix::fs::{
     AtFlags, CWD, Dir, FallocateFlags, Mode, OFlags, RenameFlags, fallocate, fchmod, fdatasync,
-    fsync, ftruncate, linkat, openat, renameat_with, statat, unlinkat,
+    ftruncate, linkat, openat, renameat_with, statat, unlinkat,
 };
 use rustix::io::{Errno, pwrite};
 
@@ -108,6 +108,11 @@ impl Prepared {
         }
     }
 
+    /// Whether the file has a temporary name, which somebody may have removed.
+    pub(super) fn is_named(&self) -> bool {
+        self.name.is_some()
+    }
+
     /// Gives the file the name `directory/name`, unless that is taken.
     pub(super) fn link(
         &mut self,
@@ -145,16 +150,6 @@ pub(super) fn open_inside(tree: &Tree, name: &str) -> Result<Option<OwnedFd>, St
         // Removed between its making and its opening.
         Err(StoreError::Io { source, .. }) if source.kind() == ErrorKind::NotFound => Ok(None),
         opened => opened,
-    }
-}
-
-/// Makes the names in `directory` durable.
-///
-/// File systems that cannot synchronise a directory (some FUSE) are as durable as they are.
-pub(super) fn sync_directory(directory: &OwnedFd) -> Result<(), Errno> {
-    match fsync(directory) {
-        Err(Errno::INVAL | Errno::OPNOTSUPP) => Ok(()),
-        synced => synced,
     }
 }
 

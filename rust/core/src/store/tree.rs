@@ -2,10 +2,11 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::fs::{
-    AtFlags, RenameFlags, Stat, Timespec, Timestamps, UTIME_NOW, fstat, renameat_with, statat,
-    utimensat,
+    AtFlags, RenameFlags, Stat, Timespec, Timestamps, UTIME_NOW, fstat, fsync, renameat_with,
+    statat, utimensat,
 };
 use rustix::io::Errno;
 use rustix::rand::{GetRandomFlags, getrandom};
@@ -31,20 +32,50 @@ pub(super) struct Tree {
     pub(super) path: PathBuf,
     /// Whether entries may be mapped here.
     pub(super) is_local: bool,
+    /// The root, and directories above it in which this process made one.
+    parents: Vec<OwnedFd>,
+    /// Whether the names in `parents` are known to be durable.
+    is_anchored: AtomicBool,
+    /// Per fan-out directory: whether its name is known to be durable.
+    is_durable: [AtomicBool; 256],
 }
 
 impl Tree {
     /// Opens the tree below `root`; None if there is none and it is not to be made.
     pub(super) fn open(root: &Path, create: bool) -> Result<Option<Self>, StoreError> {
-        let Some(root_directory) = trust::open_root(root, create)? else {
+        let mut parents = Vec::new();
+        let Some(root_directory) = trust::open_root(root, create, &mut parents)? else {
             return Ok(None);
         };
         let directory = trust::open_directory(&root_directory, root, LAYOUT, create)?;
+        parents.push(root_directory);
         Ok(directory.map(|directory| Self {
             is_local: mmap::is_local(&directory),
             path: root.join(LAYOUT),
             directory,
+            parents,
+            is_anchored: AtomicBool::new(false),
+            is_durable: [const { AtomicBool::new(false) }; 256],
         }))
+    }
+
+    /// Makes the name of a new entry durable, and those of the directories that it is in.
+    ///
+    /// After the entry got its name, not when a directory is made: synchronising takes time, in
+    /// which somebody who wipes the store would always win.
+    pub(super) fn sync(&self, fan_out: u8, directory: &OwnedFd) -> Result<(), Errno> {
+        sync_directory(directory)?;
+        if let Some(durable) = self.is_durable.get(usize::from(fan_out))
+            && !durable.load(Ordering::Acquire)
+        {
+            sync_directory(&self.directory)?;
+            durable.store(true, Ordering::Release);
+        }
+        if !self.is_anchored.load(Ordering::Acquire) {
+            self.parents.iter().try_for_each(sync_directory)?;
+            self.is_anchored.store(true, Ordering::Release);
+        }
+        Ok(())
     }
 
     /// Whether somebody removed the directory: names made in it now would be lost.
@@ -128,6 +159,16 @@ impl From<&Stat> for FileId {
             device: found.st_dev,
             inode: found.st_ino,
         }
+    }
+}
+
+/// Makes the names in `directory` durable.
+///
+/// File systems that cannot synchronise a directory (some FUSE) are as durable as they are.
+fn sync_directory(directory: &OwnedFd) -> Result<(), Errno> {
+    match fsync(directory) {
+        Err(Errno::INVAL | Errno::OPNOTSUPP) => Ok(()),
+        synced => synced,
     }
 }
 

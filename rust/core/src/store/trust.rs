@@ -7,7 +7,7 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Component, Path, PathBuf};
 
 use rustix::fs::{
-    AtFlags, CWD, FileType, Mode, OFlags, Stat, fstat, fsync, mkdirat, openat, readlinkat, statat,
+    AtFlags, CWD, FileType, Mode, OFlags, Stat, fstat, mkdirat, openat, readlinkat, statat,
 };
 use rustix::io::Errno;
 use rustix::process::{getegid, geteuid, getgroups};
@@ -33,8 +33,13 @@ pub(super) const PRIVATE_DIRECTORY: Mode = Mode::RWXU;
 /// Opens the root of a store, having checked it and each ancestor.
 ///
 /// Missing directories are made with mode 0700 if `create`; otherwise a missing root is None. The
-/// walk holds a descriptor at each step, so what is checked is what is opened.
-pub(super) fn open_root(root: &Path, create: bool) -> Result<Option<OwnedFd>, StoreError> {
+/// walk holds a descriptor at each step, so what is checked is what is opened. Directories in which
+/// one was made are added to `changed`: the caller makes the new names durable.
+pub(super) fn open_root(
+    root: &Path,
+    create: bool,
+    changed: &mut Vec<OwnedFd>,
+) -> Result<Option<OwnedFd>, StoreError> {
     let mut here = PathBuf::from("/");
     let mut directory = openat(CWD, "/", PASSAGE, Mode::empty())
         .map_err(|error| StoreError::read(&here, "open", error))?;
@@ -48,6 +53,8 @@ pub(super) fn open_root(root: &Path, create: bool) -> Result<Option<OwnedFd>, St
         let found = match statat(&directory, &name, AtFlags::SYMLINK_NOFOLLOW) {
             Err(Errno::NOENT) if create => {
                 make_directory(&directory, &here, &name)?;
+                // Opened anew: `directory` is held by a descriptor that cannot be synchronised.
+                changed.extend(openat(&directory, ".", DIRECTORY, Mode::empty()));
                 statat(&directory, &name, AtFlags::SYMLINK_NOFOLLOW)
             }
             other => other,
@@ -205,21 +212,16 @@ fn is_own_group(group: u32) -> bool {
         || getgroups().is_ok_and(|groups| groups.iter().any(|own| own.as_raw() == group))
 }
 
-/// Makes a private directory and makes its name durable. One that is there already is fine.
+/// Makes a private directory. One that is there already is fine.
 fn make_directory(parent: &OwnedFd, path: &Path, name: &OsStr) -> Result<(), StoreError> {
     match mkdirat(parent, name, PRIVATE_DIRECTORY) {
-        Err(Errno::EXIST) => return Ok(()),
-        other => {
-            other
-                .map_err(|error| StoreError::write(&join(path, name), "make a directory", error))?;
-        }
+        Ok(()) | Err(Errno::EXIST) => Ok(()),
+        Err(error) => Err(StoreError::write(
+            &join(path, name),
+            "make a directory",
+            error,
+        )),
     }
-    // `parent` may be a descriptor that cannot be synchronised (O_PATH): open it anew.
-    if let Ok(parent) = openat(parent, ".", DIRECTORY, Mode::empty()) {
-        // A directory whose name is lost in a power cut is made again: nothing depends on it.
-        let _ = fsync(parent);
-    }
-    Ok(())
 }
 
 fn stat(fd: &OwnedFd, path: &Path) -> Result<Stat, StoreError> {
