@@ -288,16 +288,3 @@ def test_every_count_the_scheduler_can_ask_for_has_the_smallest_bucket(
         assert choose(count) == min(size for size in sizes if size >= count)
         with pytest.raises(ExecutionError, match=f"No compiled graph covers {most + 1}"):
             choose(most + 1)
-
-
-def test_admission():
-    buckets = resolve(max_model_len=1024, max_num_batched_tokens=512)
-    assert buckets.admission_error(1023) is None
-    message = buckets.admission_error(1024)
-    assert "1024 tokens" in message
-    assert "--max-model-len" in message
-    assert buckets.admission_error(513) is None
-    message = buckets.admission_error(513, chunked=False)
-    assert "513 tokens" in message
-    assert "(512)" in message
-    assert "--max-num-batched-tokens" in message

@@ -105,31 +105,6 @@ class Buckets:
         at = bisect_left(self.contexts, needed)
         return self.contexts[at] if at < len(self.contexts) else None
 
-    def admission_error(self, num_tokens: int, *, chunked: bool = True) -> str | None:
-        """Says why a prompt can never be served (BK-12), or returns None.
-
-        Args:
-            num_tokens: length of the prompt in tokens.
-            chunked: whether the scheduler may split a prompt over several prefills.
-
-        Returns:
-            The text of the HTTP 400: count, limit and the option that sets it.
-        """
-        if num_tokens >= self.max_model_len:
-            return (
-                f"The prompt has {num_tokens} tokens; with the token to generate it does not fit "
-                f"in the {self.max_model_len} tokens that the compiled buckets cover. "
-                f"Shorten the prompt or start the server with a larger --max-model-len."
-            )
-        if not chunked and num_tokens > self.prefill[-1]:
-            return (
-                f"The prompt has {num_tokens} tokens, more than the largest prefill bucket "
-                f"({self.prefill[-1]}). Shorten the prompt, or start the server with a larger "
-                f"--max-num-batched-tokens (and num_batched_tokens_buckets that end with it), or "
-                f"with --enable-chunked-prefill."
-            )
-        return None
-
     def describe(self) -> str:
         """Returns the line that is logged before compiling (BK-17)."""
         context = f", context lengths {[*self.contexts, self.max_model_len]}"
