@@ -11,9 +11,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_neuron import _core
@@ -117,9 +117,7 @@ class _Job:
     trace: TraceRecord | None = None
     module: LoweredModule | None = None
     graph_digest: str = ""
-    neff: CompiledNeff | None = None
-    compile_module: Callable[[], bytes] | None = None
-    neff_factors: dict[str, Any] = field(default_factory=dict)
+    model: LoadedModel | None = None
 
 
 class Pipeline:
@@ -201,10 +199,10 @@ class Pipeline:
         jobs = [self._look_up_trace(spec, described[id(spec.step)]) for spec in specs]
         self.counters.graphs += len(jobs)
         try:
-            self._make_neffs(jobs)
+            self._make_models(jobs)
         finally:
             self._lowering.close()
-        graphs = {job.spec.bucket: self._load(job, tensors) for job in jobs}
+        graphs = {job.spec.bucket: self._bind(job, tensors) for job in jobs}
         self._log_summary()
         return graphs
 
@@ -230,8 +228,8 @@ class Pipeline:
                 job.graph_digest = found.graph_digest
         return job
 
-    def _make_neffs(self, jobs: Sequence[_Job]) -> None:
-        """Trace what is unknown, one graph after the other; lower and compile on other threads.
+    def _make_models(self, jobs: Sequence[_Job]) -> None:
+        """Trace what is unknown, one graph after the other; the rest goes on on other threads.
 
         Dynamo is not thread-safe, so only one thread traces.
         """
@@ -241,7 +239,7 @@ class Pipeline:
             try:
                 for job in jobs:
                     graph = self._trace(job) if job.module is None else None
-                    running[pool.submit(self._lower_and_compile, job, graph)] = job.spec.bucket
+                    running[pool.submit(self._make_model, job, graph)] = job.spec.bucket
                 self._wait(running, started)
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -275,7 +273,7 @@ class Pipeline:
         self._logger.info("Traced %s in %.2f s", job.spec.bucket, seconds)
         return graph
 
-    def _lower_and_compile(self, job: _Job, graph: Any) -> None:
+    def _make_model(self, job: _Job, graph: Any) -> None:
         if job.module is None:
             job.module = self._lower(job, graph)
             if self._precompile is not None:
@@ -286,7 +284,7 @@ class Pipeline:
                     CachedTrace(job.trace, job.module, job.graph_digest),
                     describe=self._described(job),
                 )
-        job.neff = self._compile(job)
+        job.model = self._load(job, self._compile(job))
 
     def _lower(self, job: _Job, graph: Any) -> LoweredModule:
         assert job.trace is not None
@@ -354,29 +352,38 @@ class Pipeline:
             self._count(neff_hits=1)
         return neff
 
-    def _load(self, job: _Job, tensors: Mapping[str, DeviceTensor]) -> BoundGraph:
-        assert job.trace is not None
-        assert job.neff is not None
+    def _load(self, job: _Job, neff: CompiledNeff) -> LoadedModel:
         started = time.monotonic()
         try:
-            model = self._load_neff(job, job.neff)
+            model = self._load_neff(job, neff)
         except (ExecutionError, NeffError) as error:
-            if not job.neff.hit:
+            if not neff.hit:
                 raise
-            self._compilation.discard_neff(job.neff.key, f"it does not load: {error}")
-            self.counters.neff_hits -= 1
+            self._compilation.discard_neff(neff.key, f"it does not load: {error}")
+            self._count(neff_hits=-1)
             model = self._load_neff(job, self._compile(job))
-        self.counters.load_s += time.monotonic() - started
+        self._count(load_s=time.monotonic() - started)
+        return model
+
+    def _load_neff(self, job: _Job, neff: CompiledNeff) -> LoadedModel:
+        assert job.trace is not None
+        return self._runtime.load(neff.data, aliases=job.trace.aliases, bucket=job.spec.bucket)
+
+    def _bind(self, job: _Job, tensors: Mapping[str, DeviceTensor]) -> BoundGraph:
+        assert job.trace is not None
+        assert job.model is not None
         return BoundGraph(
             job.spec.bucket,
             job.spec.step,
             job.spec.args,
             trace=job.trace,
-            model=model,
-            bound=self._bind(job, tensors),
+            model=job.model,
+            bound=self._bound_inputs(job, tensors),
         )
 
-    def _bind(self, job: _Job, tensors: Mapping[str, DeviceTensor]) -> dict[int, DeviceTensor]:
+    def _bound_inputs(
+        self, job: _Job, tensors: Mapping[str, DeviceTensor]
+    ) -> dict[int, DeviceTensor]:
         assert job.trace is not None
         bound = {}
         for index, item in enumerate(job.trace.inputs):
