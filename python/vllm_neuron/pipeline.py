@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,13 +27,14 @@ from vllm_neuron.binding import (
 )
 from vllm_neuron.cache import keys
 from vllm_neuron.cache.precompile import CachedTrace
-from vllm_neuron.errors import ExecutionError, NeffError
+from vllm_neuron.errors import ExecutionError, GraphKeyError, NeffError
 
 if TYPE_CHECKING:
     import torch
 
     from vllm_neuron.cache.compilation import CompilationCache, CompiledNeff
     from vllm_neuron.cache.precompile import PrecompileCache
+    from vllm_neuron.capture import CapturedGraph
     from vllm_neuron.compiler.base import Compiler
     from vllm_neuron.lowering.module import LoweredModule
     from vllm_neuron.lowering.native import NativeLowering
@@ -116,8 +117,14 @@ class _Job:
     trace_factors: dict[str, Any]
     trace: TraceRecord | None = None
     module: LoweredModule | None = None
-    graph_digest: str = ""
+    graph_digest: str | None = None
     model: LoadedModel | None = None
+
+
+def _raise_first_failure(futures: Iterable[Future[None]]) -> None:
+    for future in futures:
+        if future.done():
+            future.result()
 
 
 class Pipeline:
@@ -238,6 +245,7 @@ class Pipeline:
         with ThreadPoolExecutor(self._workers, thread_name_prefix="neuron-compile") as pool:
             try:
                 for job in jobs:
+                    _raise_first_failure(running)
                     graph = self._trace(job) if job.module is None else None
                     running[pool.submit(self._make_model, job, graph)] = job.spec.bucket
                 self._wait(running, started)
@@ -260,7 +268,7 @@ class Pipeline:
                     ", ".join(sorted(running[future] for future in pending)[:8]),
                 )
 
-    def _trace(self, job: _Job) -> Any:
+    def _trace(self, job: _Job) -> CapturedGraph:
         from vllm_neuron.capture import capture
 
         started = time.monotonic()
@@ -269,14 +277,18 @@ class Pipeline:
         self.counters.traces += 1
         self.counters.trace_s += seconds
         job.trace = graph.record
-        job.graph_digest = _core.graph_digest(graph.graph_module)
         self._logger.info("Traced %s in %.2f s", job.spec.bucket, seconds)
+        try:
+            job.graph_digest = _core.graph_digest(graph.graph_module)
+        except GraphKeyError as error:
+            # Without a digest nothing made of the graph may be kept (bugs A11).
+            self._logger.warning("%s is not cached: %s", job.spec.bucket, error)
         return graph
 
-    def _make_model(self, job: _Job, graph: Any) -> None:
-        if job.module is None:
+    def _make_model(self, job: _Job, graph: CapturedGraph | None) -> None:
+        if graph is not None:
             job.module = self._lower(job, graph)
-            if self._precompile is not None:
+            if self._precompile is not None and job.graph_digest is not None:
                 assert job.trace is not None
                 self._precompile.store(
                     job.trace_key,
@@ -286,7 +298,9 @@ class Pipeline:
                 )
         job.model = self._load(job, self._compile(job))
 
-    def _lower(self, job: _Job, graph: Any) -> LoweredModule:
+    def _lower(self, job: _Job, graph: CapturedGraph) -> LoweredModule:
+        if job.graph_digest is None:
+            return self._lower_now(job, graph)
         assert job.trace is not None
         factors = keys.lowering_factors(
             graph_digest=job.graph_digest,
@@ -305,12 +319,16 @@ class Pipeline:
         if found is not None:
             self._count(lowering_hits=1)
             return found
+        module = self._lower_now(job, graph)
+        self._compilation.store_module(key, factors, module, describe=self._described(job))
+        return module
+
+    def _lower_now(self, job: _Job, graph: CapturedGraph) -> LoweredModule:
         started = time.monotonic()
         module = self._lowering.lower(graph, bucket=job.spec.bucket)
         seconds = time.monotonic() - started
         self._count(lowerings=1, lower_s=seconds)
         self._logger.info("Lowered %s in %.2f s", job.spec.bucket, seconds)
-        self._compilation.store_module(key, factors, module, describe=self._described(job))
         return module
 
     def _compile(self, job: _Job) -> CompiledNeff:
