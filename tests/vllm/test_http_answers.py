@@ -1,0 +1,95 @@
+"""Greedy answers over HTTP equal transformers', alone and among others, for a real model too."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+
+import pytest
+
+from tests import models
+from tests.serving import Server
+
+pytestmark = pytest.mark.serve
+
+REQUESTS = 32
+LONGEST = 120
+TOKENS = 8
+
+BUCKETS = {"num_batched_tokens_buckets": [64, 128], "num_seqs_buckets": [1, 8]}
+ARGUMENTS = (
+    *("--max-model-len", "128", "--max-num-batched-tokens", "128", "--max-num-seqs", "8"),
+    *("--kv-cache-memory-bytes", str(128 << 20)),
+    *("--additional-config", json.dumps({"neuron_config": BUCKETS})),
+)
+
+BFLOAT16_TOLERANCE = 1.5
+"""How much further from transformers' float32 answer than transformers' own bfloat16 answer is.
+
+Both round to 8 bits at every operation, in different orders; neither is the right one.
+"""
+
+
+def prompts(vocabulary: int) -> list[list[int]]:
+    """Return token ids of mixed lengths from 1 to `LONGEST`, in a mixed order."""
+    source = random.Random(0)
+    lengths = [1 + (LONGEST - 1) * i // (REQUESTS - 1) for i in range(REQUESTS)]
+    source.shuffle(lengths)
+    return [[source.randrange(6, vocabulary) for _ in range(length)] for length in lengths]
+
+
+@pytest.fixture(params=[*models.ARCHITECTURES, "smollm2"])
+def model(request, checkpoint):
+    """Return a checkpoint's folder and the size of its vocabulary."""
+    if request.param == "smollm2":
+        from demo.checkpoint import smollm2
+
+        return smollm2(), 49152
+    return checkpoint(request.param), models.VOCABULARY_SIZE
+
+
+def test_concurrent_alone_and_transformers_agree(model, tmp_path):
+    folder, vocabulary = model
+    asked = prompts(vocabulary)
+    options = {"max_tokens": TOKENS, "ignore_eos": True, "return_token_ids": True}
+    bodies = [{"prompt": prompt, **options} for prompt in asked]
+    arguments = ("--dtype", "float32", *ARGUMENTS)
+    with Server(
+        folder, cache_root=tmp_path / "cache", folder=tmp_path, arguments=arguments, fork=True
+    ) as server:
+        together = [a["choices"][0]["token_ids"] for a in server.complete_all(bodies)]
+        alone = [server.complete(**body)["choices"][0]["token_ids"] for body in bodies]
+    expected = models.greedy(folder, asked, tokens=TOKENS)
+    assert alone == expected
+    assert together == expected
+
+
+@pytest.mark.parametrize("architecture", models.ARCHITECTURES)
+def test_bfloat16_log_probabilities(architecture, checkpoint, tmp_path):
+    import torch
+
+    folder = checkpoint(architecture)
+    asked = prompts(models.VOCABULARY_SIZE)
+    arguments = ("--dtype", "bfloat16", *ARGUMENTS)
+    options = {"max_tokens": 1, "logprobs": 5, "return_tokens_as_token_ids": True}
+    with Server(
+        folder, cache_root=tmp_path / "cache", folder=tmp_path, arguments=arguments, fork=True
+    ) as server:
+        answers = server.complete_all([{"prompt": prompt, **options} for prompt in asked])
+    errors, allowed = [], []
+    for prompt, answer in zip(asked, answers, strict=True):
+        exact, rounded = (
+            models.logits(folder, prompt, dtype=dtype)[-1].log_softmax(-1)
+            for dtype in (torch.float32, torch.bfloat16)
+        )
+        (found,) = answer["choices"][0]["logprobs"]["top_logprobs"]
+        assert len(found) >= 5
+        for token, logprob in found.items():
+            number = int(token.removeprefix("token_id:"))
+            errors.append(abs(logprob - exact[number].item()))
+            allowed.append(abs(rounded[number] - exact[number]).item())
+    figures = [(statistics.mean(e), max(e)) for e in (errors, allowed)]
+    print(f"{architecture}: mean and largest error {figures[0]}, transformers' {figures[1]}")
+    for ours, theirs in zip(*figures, strict=True):
+        assert ours <= BFLOAT16_TOLERANCE * theirs
