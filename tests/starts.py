@@ -100,6 +100,14 @@ class Starts:
 
 
 @cache
+def _parser_of_engine_args() -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    return EngineArgs.add_cli_args(FlexibleArgumentParser())
+
+
+@cache
 def _parser() -> Any:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -121,6 +129,10 @@ def _engine_args(model: str, request: dict[str, Any]) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
     if "cli" in request:
+        if request.get("plain"):
+            # As `vllm bench` and users' own scripts do.
+            arguments = ["--model", model, "--skip-tokenizer-init", *request["cli"]]
+            return EngineArgs.from_cli_args(_parser_of_engine_args().parse_args(arguments))
         parsed = _serve_arguments(model, request["cli"])
         if request.get("pickled"):
             import pickle

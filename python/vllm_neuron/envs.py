@@ -10,7 +10,6 @@ travel with the engine configuration (`vllm_neuron.route.StartRecord`).
 from __future__ import annotations
 
 import difflib
-import getpass
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -103,9 +102,9 @@ _ACTS, _LATER, _NONE, _FOREIGN = Effect.ACTS, Effect.LATER, Effect.NONE, Effect.
 _IN_KEY, _DERIVED, _NOT = KeyClass.IN_KEY, KeyClass.DERIVED, KeyClass.NOT_IN_KEY
 
 
-def _old(name: str) -> dict[str, tuple[str, ...]]:
+def _old(name: str) -> tuple[str, ...]:
     # Quick-starts and vLLM Omni still set the VLLM_NEURON_* form of the NEURON_LIBTORCH_* names.
-    return {"aliases": (f"VLLM_NEURON_{name}",)}
+    return (f"VLLM_NEURON_{name}",)
 
 
 # fmt: off
@@ -134,12 +133,12 @@ _ROWS = (
     Variable("VLLM_CACHE_ROOT", "path", None, _ACTS, _NOT, "root of the caches (~/.cache/vllm)"),
     Variable("TORCH_CACHING_PRECOMPILE", "bool", None, _ACTS, _NOT, "0 turns the Precompile Cache off"),
     Variable("NEURON_COMPILED_ARTIFACTS", "path", None, _LATER, _NOT, "additional read-write NEFF store"),
-    Variable("NEURON_LIBTORCH_REMOTE_CACHE", "path", None, _LATER, _NOT, "shared NEFF store", **_old("REMOTE_CACHE")),
-    Variable("NEURON_LIBTORCH_DISABLE_COMPILE_CACHE", "bool", False, _ACTS, _NOT, "no compilation cache", **_old("DISABLE_COMPILE_CACHE")),
-    Variable("NEURON_LIBTORCH_COMPILATION_TIMEOUT", "int", 600, _LATER, _NOT, "seconds to wait on a holder without a sign of life", above=0, **_old("COMPILATION_TIMEOUT")),
-    Variable("NEURON_LIBTORCH_PARALLEL_COMPILE_WORKERS", "int", None, _ACTS, _NOT, "compilers at a time; unset: min(8, cores, free RAM / 8 GiB)", above=0, **_old("PARALLEL_COMPILE_WORKERS")),
-    Variable("NEURON_LIBTORCH_DISABLE_GRAPH_CAPTURE_BACKEND", "bool", False, _LATER, _NOT, "compile one by one in warm-up", **_old("DISABLE_GRAPH_CAPTURE_BACKEND")),
-    Variable("NEURON_LIBTORCH_ASSERT_CACHE_HIT", "bool", False, _LATER, _NOT, "a cache miss is fatal", **_old("ASSERT_CACHE_HIT")),
+    Variable("NEURON_LIBTORCH_REMOTE_CACHE", "path", None, _LATER, _NOT, "shared NEFF store", aliases=_old("REMOTE_CACHE")),
+    Variable("NEURON_LIBTORCH_DISABLE_COMPILE_CACHE", "bool", False, _ACTS, _NOT, "no compilation cache", aliases=_old("DISABLE_COMPILE_CACHE")),
+    Variable("NEURON_LIBTORCH_COMPILATION_TIMEOUT", "int", 600, _LATER, _NOT, "seconds to wait on a holder without a sign of life", above=0, aliases=_old("COMPILATION_TIMEOUT")),
+    Variable("NEURON_LIBTORCH_PARALLEL_COMPILE_WORKERS", "int", None, _ACTS, _NOT, "compilers at a time; unset: min(8, cores, free RAM / 8 GiB)", above=0, aliases=_old("PARALLEL_COMPILE_WORKERS")),
+    Variable("NEURON_LIBTORCH_DISABLE_GRAPH_CAPTURE_BACKEND", "bool", False, _LATER, _NOT, "compile one by one in warm-up", aliases=_old("DISABLE_GRAPH_CAPTURE_BACKEND")),
+    Variable("NEURON_LIBTORCH_ASSERT_CACHE_HIT", "bool", False, _LATER, _NOT, "a cache miss is fatal", aliases=_old("ASSERT_CACHE_HIT")),
     Variable("VLLM_NEURON_DISABLE_WARMUP_COMPILE", "bool", False, _LATER, _NOT, "a cache miss is fatal"),
     Variable("NEURON_LIBTORCH_CACHE_ROOT", "path", None, _NONE, _NOT, "store root outside vLLM", instead="VLLM_CACHE_ROOT is the root of the caches"),
     Variable("NEURON_COMPILE_CACHE_URL", "str", None, _NONE, _NOT, "cache of libneuronxla", instead="VLLM_CACHE_ROOT is the root of the caches"),
@@ -210,13 +209,11 @@ class Settings(Mapping[str, Value]):
 
     Attributes:
         by_name: parsed value by variable name.
-        given: names of the variables that were set to something.
         notices: WARNING lines about old names, variables without effect and a moved cache.
         compile_cache_directory: directory of the compilation cache.
     """
 
     by_name: dict[str, Value]
-    given: frozenset[str]
     notices: tuple[str, ...]
     compile_cache_directory: Path
 
@@ -256,7 +253,6 @@ def read_settings(environ: Mapping[str, str] = os.environ, *, mounts: Path = _MO
         ConfigurationError: a value cannot be parsed or is out of range.
     """
     values: dict[str, Value] = {}
-    given: set[str] = set()
     notices: list[str] = []
     for row in _ROWS:
         text, source = _text_of(row, environ, notices)
@@ -265,11 +261,8 @@ def read_settings(environ: Mapping[str, str] = os.environ, *, mounts: Path = _MO
             continue
         value = _parse(row, text, source)
         values[row.name] = value
-        given.add(row.name)
-        if value != row.default:
-            notice = _notice(row, source, text)
-            if notice is not None:
-                notices.append(notice)
+        if value != row.default and (notice := _notice(row, source, text)):
+            notices.append(notice)
     off, strict = "NEURON_LIBTORCH_DISABLE_COMPILE_CACHE", "VLLM_NEURON_DISABLE_WARMUP_COMPILE"
     if values[off] and values[strict]:
         raise ConfigurationError(
@@ -278,20 +271,20 @@ def read_settings(environ: Mapping[str, str] = os.environ, *, mounts: Path = _MO
             name=off,
             value="1",
         )
-    root = values["VLLM_CACHE_ROOT"]
     moved = None
-    if root is None:
+    if (root := values["VLLM_CACHE_ROOT"]) is None:
         # As vLLM has it (vllm.envs.get_default_cache_root).
         base = environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
         root = values["VLLM_CACHE_ROOT"] = Path(base) / "vllm"
         if (_file_system(root, mounts) or "").startswith("nfs"):
-            moved = Path(f"/tmp/vllm_neuron_wdir_{getpass.getuser()}")
+            moved = Path(f"/tmp/vllm_neuron_wdir_{environ.get('USER') or os.getuid()}")
             notices.append(
                 f"{root} is on NFS, where file locks may not work: the compilation cache moves to "
                 f"{moved}, which may not survive a reboot. Set VLLM_CACHE_ROOT to choose its place."
             )
+    assert isinstance(root, Path)
     compile_cache = (moved or root) / "neuron" / "compile_cache"
-    return Settings(values, frozenset(given), tuple(notices), compile_cache)
+    return Settings(values, tuple(notices), compile_cache)
 
 
 def temporary_file_system(path: Path, *, mounts: Path = _MOUNTS) -> str | None:

@@ -4,8 +4,9 @@ vLLM turns every way of giving `--optimization-level` into one enum member, so t
 configuration cannot tell an explicit 2 from the default 2. The difference is recorded where the
 value enters:
 
-* the default of `EngineArgs.optimization_level`, and of the command line option, becomes a value
-  of its own that equals O2 (`_default_level`); whatever else arrives was given by somebody;
+* the default of `EngineArgs.optimization_level` becomes a value of its own that equals O2
+  (`_default_level`), and the argument parser gives that too when it read no level; whatever else
+  arrives was given by somebody;
 * the argument parser marks the text that it took from the command line or from a `--config` file
   (`GivenLevel`); a value without mark came through the Python API.
 
@@ -43,7 +44,6 @@ __all__ = [
     "StartInProgress",
     "install_level_origin",
     "mark_default",
-    "mark_parser_default",
     "starting",
 ]
 
@@ -67,7 +67,7 @@ class GivenLevel(str):
         # argparse passes the text through `str`, the declared type of the option.
         return self
 
-    def __getnewargs__(self) -> tuple[str, LevelOrigin]:
+    def __getnewargs__(self) -> tuple[str, LevelOrigin]:  # type: ignore[override]
         return str.__str__(self), self.origin
 
 
@@ -87,7 +87,7 @@ def _default_level_of_process() -> OptimizationLevel:
         # hash, and not identical.
         marked = int.__new__(OptimizationLevel, ordinary.value)
         marked._name_, marked._value_ = ordinary.name, ordinary.value
-        marked.__reduce_ex__ = lambda protocol: (_default_level_of_process, ())  # type: ignore[method-assign]
+        marked.__reduce_ex__ = lambda protocol: (_default_level_of_process, ())  # type: ignore[method-assign,assignment]
         _default_level = marked
         VllmConfig.optimization_level = marked
     return _default_level
@@ -127,12 +127,6 @@ def mark_default() -> None:
         return
     if not any(isinstance(finder, _MarkAfterImport) for finder in sys.meta_path):
         sys.meta_path.insert(0, _MarkAfterImport())
-
-
-def mark_parser_default(parser: argparse.ArgumentParser) -> None:
-    """Make the default of the command line option recognisable too."""
-    if _default_level is not None:
-        parser.set_defaults(**{_FIELD: _default_level})
 
 
 def _explicit_level(engine_args: EngineArgs) -> tuple[int | None, LevelOrigin]:
@@ -195,9 +189,9 @@ def _begin(engine_args: EngineArgs) -> StartInProgress:
         ConfigurationError: a variable has an impossible value, or asks for what is not there.
         RuntimeError: CPU mode together with CPU compile.
     """
-    owner, record = getattr(engine_args, _BEGUN, (None, None))
-    if owner == id(engine_args):
-        return StartInProgress(record, writes=False)
+    begun = getattr(engine_args, _BEGUN, None)
+    if begun is not None and begun[0] == id(engine_args):
+        return StartInProgress(begun[1], writes=False)
     settings = envs.read_settings()
     mode = device.resolve_mode(settings, device.neuron_devices())
     level, origin = _explicit_level(engine_args)
@@ -230,7 +224,10 @@ def _wrap_create_engine_config(original: Callable[..., VllmConfig]) -> Callable[
         try:
             return original(self, *args, **kwargs)
         except ValidationError as error:
-            raise _cause(error) or error from None
+            cause = _cause(error)
+            if cause is None:
+                raise
+            raise cause from None
         finally:
             _starting.reset(token)
 
@@ -283,6 +280,9 @@ def _mark_given_levels(parser_class: type[argparse.ArgumentParser]) -> None:
         level = getattr(namespace, _FIELD, None)
         if type(level) is str:
             setattr(namespace, _FIELD, GivenLevel(level, "cli"))
+        elif level is not None and level == _default_level:
+            # What is read is a text, so this is the default of the option.
+            setattr(namespace, _FIELD, _default_level)
         return namespace, rest
 
     @functools.wraps(load_config_file)

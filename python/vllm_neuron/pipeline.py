@@ -11,9 +11,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_neuron import _core
@@ -27,13 +27,14 @@ from vllm_neuron.binding import (
 )
 from vllm_neuron.cache import keys
 from vllm_neuron.cache.precompile import CachedTrace
-from vllm_neuron.errors import ExecutionError, NeffError
+from vllm_neuron.errors import ExecutionError, GraphKeyError, NeffError
 
 if TYPE_CHECKING:
     import torch
 
     from vllm_neuron.cache.compilation import CompilationCache, CompiledNeff
     from vllm_neuron.cache.precompile import PrecompileCache
+    from vllm_neuron.capture import CapturedGraph
     from vllm_neuron.compiler.base import Compiler
     from vllm_neuron.lowering.module import LoweredModule
     from vllm_neuron.lowering.native import NativeLowering
@@ -116,10 +117,14 @@ class _Job:
     trace_factors: dict[str, Any]
     trace: TraceRecord | None = None
     module: LoweredModule | None = None
-    graph_digest: str = ""
-    neff: CompiledNeff | None = None
-    compile_module: Callable[[], bytes] | None = None
-    neff_factors: dict[str, Any] = field(default_factory=dict)
+    graph_digest: str | None = None
+    model: LoadedModel | None = None
+
+
+def _raise_first_failure(futures: Iterable[Future[None]]) -> None:
+    for future in futures:
+        if future.done():
+            future.result()
 
 
 class Pipeline:
@@ -201,10 +206,10 @@ class Pipeline:
         jobs = [self._look_up_trace(spec, described[id(spec.step)]) for spec in specs]
         self.counters.graphs += len(jobs)
         try:
-            self._make_neffs(jobs)
+            self._make_models(jobs)
         finally:
             self._lowering.close()
-        graphs = {job.spec.bucket: self._load(job, tensors) for job in jobs}
+        graphs = {job.spec.bucket: self._bind(job, tensors) for job in jobs}
         self._log_summary()
         return graphs
 
@@ -230,8 +235,8 @@ class Pipeline:
                 job.graph_digest = found.graph_digest
         return job
 
-    def _make_neffs(self, jobs: Sequence[_Job]) -> None:
-        """Trace what is unknown, one graph after the other; lower and compile on other threads.
+    def _make_models(self, jobs: Sequence[_Job]) -> None:
+        """Trace what is unknown, one graph after the other; the rest goes on on other threads.
 
         Dynamo is not thread-safe, so only one thread traces.
         """
@@ -240,8 +245,9 @@ class Pipeline:
         with ThreadPoolExecutor(self._workers, thread_name_prefix="neuron-compile") as pool:
             try:
                 for job in jobs:
+                    _raise_first_failure(running)
                     graph = self._trace(job) if job.module is None else None
-                    running[pool.submit(self._lower_and_compile, job, graph)] = job.spec.bucket
+                    running[pool.submit(self._make_model, job, graph)] = job.spec.bucket
                 self._wait(running, started)
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -262,7 +268,7 @@ class Pipeline:
                     ", ".join(sorted(running[future] for future in pending)[:8]),
                 )
 
-    def _trace(self, job: _Job) -> Any:
+    def _trace(self, job: _Job) -> CapturedGraph:
         from vllm_neuron.capture import capture
 
         started = time.monotonic()
@@ -271,14 +277,18 @@ class Pipeline:
         self.counters.traces += 1
         self.counters.trace_s += seconds
         job.trace = graph.record
-        job.graph_digest = _core.graph_digest(graph.graph_module)
         self._logger.info("Traced %s in %.2f s", job.spec.bucket, seconds)
+        try:
+            job.graph_digest = _core.graph_digest(graph.graph_module)
+        except GraphKeyError as error:
+            # Without a digest nothing made of the graph may be kept (bugs A11).
+            self._logger.warning("%s is not cached: %s", job.spec.bucket, error)
         return graph
 
-    def _lower_and_compile(self, job: _Job, graph: Any) -> None:
-        if job.module is None:
+    def _make_model(self, job: _Job, graph: CapturedGraph | None) -> None:
+        if graph is not None:
             job.module = self._lower(job, graph)
-            if self._precompile is not None:
+            if self._precompile is not None and job.graph_digest is not None:
                 assert job.trace is not None
                 self._precompile.store(
                     job.trace_key,
@@ -286,9 +296,11 @@ class Pipeline:
                     CachedTrace(job.trace, job.module, job.graph_digest),
                     describe=self._described(job),
                 )
-        job.neff = self._compile(job)
+        job.model = self._load(job, self._compile(job))
 
-    def _lower(self, job: _Job, graph: Any) -> LoweredModule:
+    def _lower(self, job: _Job, graph: CapturedGraph) -> LoweredModule:
+        if job.graph_digest is None:
+            return self._lower_now(job, graph)
         assert job.trace is not None
         factors = keys.lowering_factors(
             graph_digest=job.graph_digest,
@@ -307,12 +319,16 @@ class Pipeline:
         if found is not None:
             self._count(lowering_hits=1)
             return found
+        module = self._lower_now(job, graph)
+        self._compilation.store_module(key, factors, module, describe=self._described(job))
+        return module
+
+    def _lower_now(self, job: _Job, graph: CapturedGraph) -> LoweredModule:
         started = time.monotonic()
         module = self._lowering.lower(graph, bucket=job.spec.bucket)
         seconds = time.monotonic() - started
         self._count(lowerings=1, lower_s=seconds)
         self._logger.info("Lowered %s in %.2f s", job.spec.bucket, seconds)
-        self._compilation.store_module(key, factors, module, describe=self._described(job))
         return module
 
     def _compile(self, job: _Job) -> CompiledNeff:
@@ -354,29 +370,38 @@ class Pipeline:
             self._count(neff_hits=1)
         return neff
 
-    def _load(self, job: _Job, tensors: Mapping[str, DeviceTensor]) -> BoundGraph:
-        assert job.trace is not None
-        assert job.neff is not None
+    def _load(self, job: _Job, neff: CompiledNeff) -> LoadedModel:
         started = time.monotonic()
         try:
-            model = self._load_neff(job, job.neff)
+            model = self._load_neff(job, neff)
         except (ExecutionError, NeffError) as error:
-            if not job.neff.hit:
+            if not neff.hit:
                 raise
-            self._compilation.discard_neff(job.neff.key, f"it does not load: {error}")
-            self.counters.neff_hits -= 1
+            self._compilation.discard_neff(neff.key, f"it does not load: {error}")
+            self._count(neff_hits=-1)
             model = self._load_neff(job, self._compile(job))
-        self.counters.load_s += time.monotonic() - started
+        self._count(load_s=time.monotonic() - started)
+        return model
+
+    def _load_neff(self, job: _Job, neff: CompiledNeff) -> LoadedModel:
+        assert job.trace is not None
+        return self._runtime.load(neff.data, aliases=job.trace.aliases, bucket=job.spec.bucket)
+
+    def _bind(self, job: _Job, tensors: Mapping[str, DeviceTensor]) -> BoundGraph:
+        assert job.trace is not None
+        assert job.model is not None
         return BoundGraph(
             job.spec.bucket,
             job.spec.step,
             job.spec.args,
             trace=job.trace,
-            model=model,
-            bound=self._bind(job, tensors),
+            model=job.model,
+            bound=self._bound_inputs(job, tensors),
         )
 
-    def _bind(self, job: _Job, tensors: Mapping[str, DeviceTensor]) -> dict[int, DeviceTensor]:
+    def _bound_inputs(
+        self, job: _Job, tensors: Mapping[str, DeviceTensor]
+    ) -> dict[int, DeviceTensor]:
         assert job.trace is not None
         bound = {}
         for index, item in enumerate(job.trace.inputs):

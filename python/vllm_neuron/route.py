@@ -150,10 +150,13 @@ def resolve(
     value = None if raw_value is None else raw_value.strip(_WHITE_SPACE).casefold()
     named = None if value is None else _ROUTE_OF_VALUE.get(value)
     is_valid = not value or named is not None
+    # Why the Precompile Cache stays off, should the variable be the reason.
+    reason: str
+    unset: str | None
     if value is None:
-        reason = unset = f"{BACKEND_VARIABLE} is not set"
+        unset = reason = f"{BACKEND_VARIABLE} is not set"
     elif not value:
-        reason = unset = f"{BACKEND_VARIABLE} is empty"
+        unset = reason = f"{BACKEND_VARIABLE} is empty"
     elif named is not None:
         reason, unset = f"{BACKEND_VARIABLE}={value}", None
     else:
@@ -161,6 +164,7 @@ def resolve(
         unset = f"{BACKEND_VARIABLE} is not a valid route"
     route = named or Route.NATIVE
 
+    off: str | None
     # The first row that matches decides (spec 4.1, PC-1 to PC-6).
     if cpu_mode:
         off = "VLLM_NEURON_CPU_MODE=1"

@@ -91,6 +91,12 @@ def test_command_line(starts, environ, route, arguments, level):
     check(starts.cli(*arguments, environ=environ), route=route, level=level, origin="cli")
 
 
+@pytest.mark.parametrize("arguments", [("--optimization-level", "2"), ("-O2",)])
+def test_command_line_of_a_program_of_ones_own(starts, environ, route, arguments):
+    start = starts.cli(*arguments, environ=environ, plain=True)
+    check(start, route=route, level=2, origin="cli")
+
+
 @pytest.mark.parametrize(
     ("yaml", "arguments", "level", "origin"),
     [
@@ -147,6 +153,7 @@ def test_default(starts, environ, route):
     for start in (
         starts.cli(environ=environ),
         starts.cli(environ=environ, pickled=True),
+        starts.cli(environ=environ, plain=True),
         starts.cli("--additional-config", '{"neuron_config": {}}', environ=environ),
         starts.api(environ=environ),
         starts.api(asynchronous=True, environ=environ),

@@ -25,7 +25,7 @@ from tests.pipeline.step_modules import (
 )
 from vllm_neuron import _core
 from vllm_neuron.compiler.host import HostCompiler
-from vllm_neuron.errors import CompileError, ExecutionError, NeuronError
+from vllm_neuron.errors import CompileError, ExecutionError, GraphKeyError, NeuronError
 from vllm_neuron.pipeline import GraphSpec
 
 NOTHING = {"traces": 0, "lowerings": 0, "compilations": 0, "graphs": 2}
@@ -219,6 +219,18 @@ def test_a_failed_compilation_is_never_kept(tmp_path, compiler):
         build(pipeline, CachedProjection())
     assert entries(tmp_path, "neff") == []
     assert counts(start(tmp_path))["compilations"] == 2
+
+
+def test_a_graph_without_a_key_is_served_and_not_kept(tmp_path, caplog, monkeypatch):
+    def refuse(graph_module):
+        raise GraphKeyError("node x cannot be keyed", node="x", type_name="X", reason="opaque")
+
+    monkeypatch.setattr("vllm_neuron.pipeline._core.graph_digest", refuse)
+    for compilations in (2, 0):
+        counted = counts(start(tmp_path))
+        assert counted == {**EVERYTHING, "compilations": compilations}
+    assert "batch2 is not cached: node x cannot be keyed" in caplog.text
+    assert entries(tmp_path, "trace") == entries(tmp_path, "lowering") == []
 
 
 def run_start(root: Path, *, module_folder: Path | None = None, seed: str = "random"):

@@ -76,7 +76,7 @@ def entries(root: Path, kind: str) -> list[Path]:
 
 @pytest.fixture
 def started(serve: Callable[..., Server], checkpoint: Callable[[str], Path]):
-    """Start a server on the test's cache root, ask it, stop it; returns counts, answer, messages."""
+    """Start a server on the test's cache root, ask it, stop it: counts, answer, messages."""
 
     def run(**options: object) -> tuple[dict[str, object], list[int], str]:
         model = options.pop("model", None) or checkpoint("llama")

@@ -210,10 +210,9 @@ class _SingleFlight:
             while not lock.acquire(timeout_s):
                 holder = lock.holder() or {}
                 self._logger.info(
-                    "Waiting for shared compilation by process %s (%s), %s, %.0f s so far",
+                    "Waiting for shared compilation by process %s (%s), %.0f s so far",
                     holder.get("pid", "unknown"),
-                    holder.get("note", "unknown"),
-                    self._bucket,
+                    holder.get("note") or self._bucket,
                     time.monotonic() - started,
                 )
                 timeout_s = WAIT_LINE_INTERVAL_S

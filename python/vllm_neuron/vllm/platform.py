@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -203,7 +204,6 @@ class NeuronPlatform(Platform):
             ConfigurationError: the settings of the start cannot be served.
         """
         if parser is not None:
-            optimization.mark_parser_default(parser)
             return
         _register_variables()
         configure_logging()
@@ -315,7 +315,7 @@ def _register_variables() -> None:
 
     for name in envs.VARIABLES:
         if name.startswith("VLLM_"):
-            vllm.envs.environment_variables.setdefault(name, lambda name=name: os.getenv(name))
+            vllm.envs.environment_variables.setdefault(name, partial(os.getenv, name))
     # vLLM's second model runner is for Triton; it changes what the scheduler sends.
     os.environ.setdefault(_V2_RUNNER_VARIABLE, "0")
 

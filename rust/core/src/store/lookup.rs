@@ -258,26 +258,15 @@ fn read_entry(
     verify: Verify<'_>,
 ) -> Result<Entry, StoreError> {
     let length = usize::try_from(found.st_size).unwrap_or(0);
-    let (mapping, layout) = if tree.is_local && length >= PAGE_BYTES {
-        let mapping =
-            Mapping::map(file, length).map_err(|error| StoreError::read(path, "map", error))?;
-        let layout = EntryLayout::parse(mapping.as_ref(), length as u64)
-            .map_err(|source| corrupt(path, source))?;
-        (mapping, layout)
+    let mapping = if tree.is_local && length >= PAGE_BYTES {
+        Mapping::map(file, length).map_err(|error| StoreError::read(path, "map", error))?
     } else {
         // The header first: nothing is allocated for a file that is no entry.
-        let layout = read_layout(file, found, path)?;
-        let mapping =
-            Mapping::copy(file, length).map_err(|error| StoreError::read(path, "read", error))?;
-        // What was checked must be what was copied.
-        let copied = EntryLayout::parse(mapping.as_ref(), length as u64)
-            .map_err(|source| corrupt(path, source))?;
-        if copied != layout {
-            let source = changed_while_read();
-            return Err(corrupt(path, source));
-        }
-        (mapping, layout)
+        read_layout(file, found, path)?;
+        Mapping::copy(file, length).map_err(|error| StoreError::read(path, "read", error))?
     };
+    let layout = EntryLayout::parse(mapping.as_ref(), length as u64)
+        .map_err(|source| corrupt(path, source))?;
     let checked = layout
         .sections
         .iter()
@@ -324,15 +313,6 @@ fn check_key(layout: &EntryLayout, path: &Path, key: &Digest) -> Result<(), Stor
         found: layout.key.to_string(),
     };
     Err(corrupt(path, source))
-}
-
-fn changed_while_read() -> FormatError {
-    FormatError {
-        what: "header page",
-        offset: 0,
-        expected: "the same bytes twice".to_owned(),
-        found: "bytes that changed while they were read".to_owned(),
-    }
 }
 
 fn corrupt(path: &Path, source: FormatError) -> StoreError {

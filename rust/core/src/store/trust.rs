@@ -28,7 +28,7 @@ const PASSAGE: OFlags = OFlags::PATH
 const MAX_LINKS: usize = 40;
 
 /// Mode of every directory the store makes.
-pub(super) const PRIVATE_DIRECTORY: Mode = Mode::RWXU;
+const PRIVATE_DIRECTORY: Mode = Mode::RWXU;
 
 /// Opens the root of a store, having checked it and each ancestor.
 ///
@@ -73,8 +73,7 @@ pub(super) fn open_root(
             if links > MAX_LINKS {
                 return Err(read(Errno::LOOP));
             }
-            let target = readlinkat(&directory, &name, Vec::new()).map_err(read)?;
-            let target = PathBuf::from(OsString::from_vec(target.into_bytes()));
+            let target = read_link(&directory, &name).map_err(read)?;
             if target.is_absolute() {
                 here = PathBuf::from("/");
                 directory = openat(CWD, "/", PASSAGE, Mode::empty()).map_err(read)?;
@@ -226,6 +225,11 @@ fn make_directory(parent: &OwnedFd, path: &Path, name: &OsStr) -> Result<(), Sto
 
 fn stat(fd: &OwnedFd, path: &Path) -> Result<Stat, StoreError> {
     fstat(fd).map_err(|error| StoreError::read(path, "stat", error))
+}
+
+fn read_link(directory: &OwnedFd, name: &OsStr) -> Result<PathBuf, Errno> {
+    let target = readlinkat(directory, name, Vec::new())?;
+    Ok(PathBuf::from(OsString::from_vec(target.into_bytes())))
 }
 
 /// The names on the way along `path`; `..` is one, as the kernel sees it.
