@@ -1,9 +1,13 @@
 """The platform's part in the engine configuration: settings, refusals, warnings."""
 
 import json
+import re
+import subprocess
+import sys
 
 import pytest
 
+from tests.serving import server_environment
 from vllm_neuron.errors import ConfigurationError
 from vllm_neuron.vllm.config import NeuronConfig, parse_additional_config
 
@@ -171,6 +175,33 @@ def test_old_names_and_names_without_effect_are_named_once(starts):
         "VLLM_NEURON_COMPILATION_TIMEOUT is the old name of NEURON_LIBTORCH_COMPILATION_TIMEOUT; "
         "please set NEURON_LIBTORCH_COMPILATION_TIMEOUT."
     )
+
+
+def test_log_level_of_the_plugin(tmp_path):
+    """The plugin's lines have vLLM's format, and its level changes nothing for vLLM's own."""
+    code = (
+        "import logging\n"
+        "from vllm.platforms import current_platform\n"
+        "assert current_platform.get_device_name() == 'neuron'\n"
+        "from vllm.config.logging import LoggingConfig\n"
+        "from vllm.logger import configure_logging\n"
+        "configure_logging(LoggingConfig())\n"
+        "for name in ('vllm_neuron.route', 'vllm.engine'):\n"
+        "    for level in ('debug', 'info', 'warning'):\n"
+        "        getattr(logging.getLogger(name), level)('said %s by %s', level, name)\n"
+    )
+    environ = server_environment({"VLLM_NEURON_LOG_LEVEL": "debug"}, cache_root=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    said = re.findall(r"(?:DEBUG|INFO|WARNING) \S+ \S+ \[.*\] said (\w+) by (\S+)", done.stdout)
+    assert [word for word, name in said if name == "vllm_neuron.route"] == [
+        "debug",
+        "info",
+        "warning",
+    ]
+    assert [word for word, name in said if name == "vllm.engine"] == ["info", "warning"]
 
 
 def additional(**section):

@@ -129,6 +129,11 @@ class NeuronPlatform(Platform):
                 value=str(dtype),
             )
 
+    @classmethod
+    def log_warnings(cls) -> None:
+        """Called in each process after vLLM has (re)configured logging."""
+        configure_logging()
+
     # --- device ----------------------------------------------------------------------------------
 
     @classmethod
@@ -206,7 +211,6 @@ class NeuronPlatform(Platform):
         if parser is not None:
             return
         _register_variables()
-        configure_logging()
         start = optimization.starting()
         if start is None:
             return
