@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils import dlpack
 
@@ -79,8 +80,10 @@ class HostTensor:
         """Make a device tensor of zeros in memory of XLA's own."""
         if dtype not in DTYPES:
             raise _unknown_dtype(dtype)
-        # The source is never written, so the kernel backs it with its page of zeros.
-        source = torch.zeros(tuple(shape), dtype=DTYPES[dtype])
+        # Never written, so that the kernel backs the source with its page of zeros; torch.zeros
+        # writes.
+        size = math.prod(shape) * DTYPES[dtype].itemsize
+        source = torch.from_numpy(np.zeros(size, np.uint8)).view(DTYPES[dtype]).view(tuple(shape))
         allocated = cls(import_tensor(source, copy=True), tuple(source.shape), dtype)
         allocated._updated = True
         return allocated

@@ -42,7 +42,7 @@ _V2_RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 DEFAULT_BLOCK_SIZE = 32
 # Bytes of memory that the emulated device claims. A constant, because defaults of vLLM and the
 # number of KV cache blocks depend on it, and both are part of the graphs.
-HOST_DEVICE_MEMORY = 16 << 30
+HOST_DEVICE_MEMORY = 8 << 30
 SUPPORTED_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 optimization.mark_default()
