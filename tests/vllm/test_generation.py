@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import time
 
 import pytest
 import torch
@@ -295,7 +296,8 @@ def test_bfloat16_is_close_to_transformers(checkpoint, cache_root):
         scores[:-1].gather(1, targets[:, None]).squeeze(1) for scores in (exact, rounded)
     )
     bound = 2 * (exact - rounded).abs().max().item()
-    with Engine(folder, HOST, cache_root=cache_root, dtype="bfloat16") as engine:
+    options = {"dtype": "bfloat16", "num_gpu_blocks_override": 20_000}
+    with Engine(folder, HOST, cache_root=cache_root, **options) as engine:
         [output] = engine.generate([prompt], [{"max_tokens": 1, "prompt_logprobs": 0}])
         found = torch.tensor(
             [
@@ -308,3 +310,15 @@ def test_bfloat16_is_close_to_transformers(checkpoint, cache_root):
         # Batches and prefix cache hits change nothing within the engine.
         prompts = mixed_prompts(8, longest=150, seed=19)
         assert engine.tokens(prompts, 16) == [engine.tokens([p], 16)[0] for p in prompts]
+        # 160 MB of KV cache; a step that copies or converts it takes above 0.2 s.
+        assert engine.call(fastest_decode) < 0.05
+
+
+def fastest_decode(llm):
+    runner = model_runner(llm)
+    seconds = []
+    for _ in range(20):
+        started = time.perf_counter()
+        runner.execute_padding()
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)

@@ -27,7 +27,12 @@ from vllm.v1.attention.backend import (
 
 from vllm_neuron.errors import ConfigurationError
 
-__all__ = ["NeuronAttention", "NeuronAttentionBackend", "NeuronAttentionMetadata"]
+__all__ = [
+    "NeuronAttention",
+    "NeuronAttentionBackend",
+    "NeuronAttentionMetadata",
+    "storage_dtype",
+]
 
 KVCache = tuple[torch.Tensor, torch.Tensor]
 
@@ -96,6 +101,15 @@ class NeuronAttentionMetadata(AttentionMetadata):
             live=(keys <= last.view(batch, 1)).view(batch, -1, 1, 1),
             kv_caches=kv_caches,
         )
+
+
+def storage_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype of the tensors that hold KV rows of `dtype`.
+
+    16-bit floats are kept as their bits: XLA:CPU has no scatter of bfloat16 and would convert the
+    whole cache to float32 and back at every step.
+    """
+    return torch.int16 if dtype.itemsize == 2 else dtype
 
 
 class NeuronAttentionMetadataBuilder(AttentionMetadataBuilder):
@@ -209,37 +223,33 @@ class NeuronAttention(AttentionImpl[NeuronAttentionMetadata]):
         """
         step = attn_metadata
         key_cache, value_cache = step.kv_caches[layer.layer_name]
-        _write(key_cache, step.slots, key)
-        _write(value_cache, step.slots, value)
-        keys = _gather(key_cache, step)
-        values = torch.where(step.live, _gather(value_cache, step), 0)
+        dtype = layer.kv_cache_torch_dtype
+        _write(key_cache, step.slots, key.to(dtype))
+        _write(value_cache, step.slots, value.to(dtype))
+        keys = _by_head(_gather(key_cache, step, dtype))
+        values = _by_head(torch.where(step.live, _gather(value_cache, step, dtype), 0))
 
+        # The query heads that share a KV head are rows of one matrix product.
         batch, query_len, kv_heads = step.batch, step.query_len, self.num_kv_heads
         group = self.num_heads // kv_heads
-        context = keys.shape[1]
-        # The query heads of one KV head are rows of one product: (B * kv_heads, group * Q, D).
         queries = (
             (query.float() * self.scale)
             .view(batch, query_len, kv_heads, group, self.head_size)
             .permute(0, 2, 3, 1, 4)
             .reshape(batch * kv_heads, group * query_len, self.head_size)
         )
-        keys = keys.permute(0, 2, 3, 1).reshape(batch * kv_heads, self.head_size, context)
-        scores = torch.bmm(queries, keys.float())
+        scores = torch.bmm(queries, keys.float().transpose(1, 2))
         if self.soft_cap is not None:
             scores = torch.tanh(scores / self.soft_cap) * self.soft_cap
-        scores = scores.view(batch, self.num_heads, query_len, context)
+        scores = scores.view(batch, self.num_heads, query_len, -1)
         scores = torch.where(step.visible[self.window], scores, float("-inf"))
         weights = torch.softmax(scores, dim=-1).to(values.dtype)
-
-        value_dim = values.shape[-1]
-        values = values.permute(0, 2, 1, 3).reshape(batch * kv_heads, context, value_dim)
-        attended = torch.bmm(weights.view(batch * kv_heads, group * query_len, context), values)
+        attended = torch.bmm(weights.view(batch * kv_heads, group * query_len, -1), values)
         # Contiguous, as `output` is: without the copy that forces, vLLM's view of the result fails.
         attended = (
-            attended.view(batch, kv_heads, group, query_len, value_dim)
+            attended.view(batch, kv_heads, group, query_len, -1)
             .permute(0, 3, 1, 2, 4)
-            .reshape(batch * query_len, self.num_heads * value_dim)
+            .reshape(batch * query_len, -1)
             .view(output.shape)
         )
         output.copy_(attended)
@@ -254,10 +264,15 @@ def _write(
     Through a view of the cache as one row per token, XLA would update two copies of it: one for
     the reads of this step, one for the next step.
     """
-    cache.index_put_(slots, rows.to(cache.dtype))
+    cache.index_put_(slots, rows.view(cache.dtype))
 
 
-def _gather(cache: torch.Tensor, step: NeuronAttentionMetadata) -> torch.Tensor:
+def _gather(cache: torch.Tensor, step: NeuronAttentionMetadata, dtype: torch.dtype) -> torch.Tensor:
     """Returns each sequence's rows of a paged cache in order, (B, S, heads, dim)."""
-    rows = cache.index_select(0, step.blocks)
+    rows = cache.index_select(0, step.blocks).view(dtype)
     return rows.view(step.batch, -1, *cache.shape[2:])
+
+
+def _by_head(rows: torch.Tensor) -> torch.Tensor:
+    """Rearranges (B, S, heads, dim) to (B * heads, S, dim)."""
+    return rows.permute(0, 2, 1, 3).flatten(0, 1)

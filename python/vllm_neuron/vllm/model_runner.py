@@ -21,7 +21,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsTensors, ModelRun
 from vllm.v1.structured_output.utils import apply_grammar_bitmask
 
 from vllm_neuron.errors import ConfigurationError, ExecutionError
-from vllm_neuron.vllm.attention import NeuronAttention
+from vllm_neuron.vllm.attention import NeuronAttention, storage_dtype
 from vllm_neuron.vllm.buckets import Buckets, decode_label, prefill_label
 from vllm_neuron.vllm.execution import Execution, KVCacheShape
 from vllm_neuron.vllm.prompt_logprobs import PromptLogprobs
@@ -132,7 +132,7 @@ class NeuronModelRunner:
                 KVCacheShape(
                     key=(*pages, layer.num_kv_heads, layer.head_size),
                     value=(*pages, layer.num_kv_heads, layer.head_size_v),
-                    dtype=layer.kv_cache_torch_dtype,
+                    dtype=storage_dtype(layer.kv_cache_torch_dtype),
                 )
                 for layer in self.layers.values()
             ]
