@@ -7,18 +7,16 @@ step's own arguments. Nothing here imports Dynamo, so a warm start does not pay 
 
 from __future__ import annotations
 
-import enum
 import inspect
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vllm_neuron import _core
 from vllm_neuron.errors import ExecutionError
+from vllm_neuron.premises import plain
 from vllm_neuron.trace_record import TensorSpec
 
 if TYPE_CHECKING:
@@ -28,8 +26,10 @@ if TYPE_CHECKING:
 __all__ = [
     "BoundGraph",
     "argument_leaves",
+    "describe_tensors",
     "find_tensor",
     "leaves",
+    "memory_of",
     "module_state",
     "named_tensors",
     "signature",
@@ -64,6 +64,38 @@ def named_tensors(step: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the parameters, then the buffers of a module, under every name each has."""
     yield from step.named_parameters(remove_duplicate=False)
     yield from step.named_buffers(remove_duplicate=False)
+
+
+def describe_tensors(
+    step: torch.nn.Module,
+) -> list[tuple[str, tuple[int, ...], str, tuple[int, ...], str | None]]:
+    """Describe the parameters and buffers of a module for the trace key.
+
+    Returns:
+        Name, shape, dtype name, strides, and the first name of the same memory if there is one: a
+        graph takes tied weights as one input.
+    """
+    first: dict[tuple[object, ...], str] = {}
+    described = []
+    for name, tensor in named_tensors(step):
+        identity = memory_of(tensor)
+        tied_to = first.setdefault(identity, name)
+        spec = spec_of(tensor)
+        described.append(
+            (name, spec.shape, spec.dtype, tensor.stride(), tied_to if tied_to != name else None)
+        )
+    return described
+
+
+def memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """What is equal for two tensors exactly if they are the same view of the same memory."""
+    return (
+        tensor.untyped_storage()._cdata,
+        tensor.storage_offset(),
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.dtype,
+    )
 
 
 def find_tensor(step: torch.nn.Module, name: str) -> torch.Tensor | None:
@@ -119,41 +151,24 @@ def module_state(step: torch.nn.Module) -> str:
     """Digest what a trace can read of the modules of a step besides their tensors.
 
     That is each module's class and its public attributes that are plain values, functions, dtypes
-    or enumeration members. Other objects are configurations, which are factors of their own. A
-    text with a path separator is left out: where a model lies does not shape its graph.
+    or enumeration members, and torch's defaults. Whatever else a trace read is a premise of its
+    record (`premises`), so this need not be complete: it keeps apart what is served in turn.
     """
     described = [
         [
             name,
             f"{type(module).__module__}.{type(module).__qualname__}",
             [
-                [key, plain]
+                [key, described]
                 for key, value in sorted(vars(module).items())
-                if not key.startswith("_") and (plain := _plain(value)) is not None
+                if not key.startswith("_") and (described := plain(value)) is not None
             ],
         ]
         for name, module in step.named_modules()
     ]
-    return _core.digest(json.dumps(described, separators=(",", ":")).encode())
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as JSON, None for what is not plain. Floats are exact."""
-    if value is None or isinstance(value, bool | int):
-        return [type(value).__name__, str(value)]
-    if isinstance(value, float):
-        return ["float", value.hex()]
-    if isinstance(value, str):
-        return None if os.sep in value else ["str", value]
-    if isinstance(value, torch.dtype):
-        return ["dtype", str(value)]
-    if isinstance(value, enum.Enum):
-        return ["enum", str(value)]
-    if isinstance(value, FunctionType | BuiltinFunctionType):
-        return ["function", f"{value.__module__}.{value.__qualname__}"]
-    if isinstance(value, list | tuple):
-        return [type(value).__name__, [_plain(item) for item in value]]
-    return None
+    # Dynamo reads these without a guard that could become a premise.
+    settings = [str(torch.get_default_dtype()), torch.is_autocast_enabled("cpu")]
+    return _core.digest(json.dumps([settings, described], separators=(",", ":")).encode())
 
 
 class BoundGraph:

@@ -17,6 +17,7 @@ from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._guards import TracingContext, tracing
 
+from vllm_neuron.binding import memory_of
 from vllm_neuron.dynamo_trace import (
     DynamoTrace,
     GraphOutput,
@@ -207,22 +208,16 @@ def _spec(tensor: torch.Tensor) -> TensorSpec:
 def _merge_duplicates(trace: DynamoTrace, inputs: list[GraphInput]) -> None:
     """Make one graph input of tensors of the model that are the same memory (tied weights).
 
-    Arguments stay apart: a later call may pass different ones.
+    Which of them are tied is part of the trace key. Arguments stay apart: a later call may pass
+    different ones. So do tensors in plain attributes, of which the key knows nothing.
     """
     graph = trace.graph_module.graph
     first: dict[Any, torch.fx.Node] = {}
     doubled = []
     for index, node in enumerate(graph.find_nodes(op="placeholder")):
-        if inputs[index].kind == "argument":
+        if inputs[index].kind not in ("parameter", "buffer"):
             continue
-        tensor = trace.tensors[index]
-        key = (
-            tensor.untyped_storage()._cdata,
-            tensor.storage_offset(),
-            tuple(tensor.shape),
-            tensor.stride(),
-            tensor.dtype,
-        )
+        key = memory_of(trace.tensors[index])
         if key in first:
             node.replace_all_uses_with(first[key])
             graph.erase_node(node)
@@ -351,6 +346,7 @@ def _assemble(
         aliases=dict(enumerate(mutated)),
         result=result,
         sources=_sources(trace),
+        premises=trace.premises,
     )
     return CapturedGraph(graph_module, record, bucket)
 

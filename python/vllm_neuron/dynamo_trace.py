@@ -22,6 +22,7 @@ from torch._dynamo import source as sources
 from torch._guards import CompileContext, Source, TracingContext, compile_context
 
 from vllm_neuron.errors import CaptureError
+from vllm_neuron.premises import premises_of
 
 __all__ = [
     "DynamoTrace",
@@ -72,6 +73,7 @@ class DynamoTrace:
         tensor_to_context: Dynamo's symbolic contexts, which AOTAutograd wants.
         code: every code object that was traced.
         self_name: the name of the step in `sources`.
+        premises: what the trace read of the step and of modules; see `premises`.
     """
 
     graph_module: torch.fx.GraphModule
@@ -83,6 +85,7 @@ class DynamoTrace:
     tensor_to_context: Any
     code: Sequence[CodeType]
     self_name: str
+    premises: list[list[Any]]
 
 
 def trace_step(step: torch.nn.Module, args: tuple[Any, ...], *, bucket: str) -> DynamoTrace:
@@ -133,6 +136,10 @@ def trace_step(step: torch.nn.Module, args: tuple[Any, ...], *, bucket: str) -> 
                 restart_reasons=set(),
             ).graph_capture_output(frame.argdefs, frame.kwdefaults)
 
+        premises = premises_of(
+            output.output_graph.guards, step, self_name=self_name, scope=frame.globals
+        )
+
         # Dynamo's generated code gathers the graph's inputs, calls it and rebuilds the result;
         # with a stand-in for the graph it computes nothing.
         def graph_stand_in(*tensors: torch.Tensor) -> tuple[GraphOutput, ...]:
@@ -174,6 +181,7 @@ def trace_step(step: torch.nn.Module, args: tuple[Any, ...], *, bucket: str) -> 
         result=result,
         code=output.traced_code,
         self_name=self_name,
+        premises=premises,
     )
 
 

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 from vllm_neuron import _core
 from vllm_neuron.binding import (
     BoundGraph,
+    describe_tensors,
     find_tensor,
+    memory_of,
     module_state,
-    named_tensors,
     signature,
     spec_of,
 )
@@ -97,15 +98,6 @@ class PipelineCounters:
         if self.trace_hits == 0:
             return "cold"
         return "warm" if self.trace_hits == self.graphs else "partly warm"
-
-
-#: What the trace key holds of a step: its state, and name, shape and dtype of its weights.
-_StepFactors = tuple[str, list[tuple[str, tuple[int, ...], str]]]
-
-
-def _describe_step(step: torch.nn.Module) -> _StepFactors:
-    specs = ((name, spec_of(tensor)) for name, tensor in named_tensors(step))
-    return module_state(step), [(name, spec.shape, spec.dtype) for name, spec in specs]
 
 
 @dataclass(slots=True)
@@ -202,7 +194,9 @@ class Pipeline:
         """
         # Buckets share their steps, so each is described once.
         steps = {id(spec.step): spec.step for spec in specs}
-        described = {key: _describe_step(step) for key, step in steps.items()}
+        described = {
+            key: (module_state(step), describe_tensors(step)) for key, step in steps.items()
+        }
         jobs = [self._look_up_trace(spec, described[id(spec.step)]) for spec in specs]
         self.counters.graphs += len(jobs)
         try:
@@ -213,7 +207,7 @@ class Pipeline:
         self._log_summary()
         return graphs
 
-    def _look_up_trace(self, spec: GraphSpec, described: _StepFactors) -> _Job:
+    def _look_up_trace(self, spec: GraphSpec, described: tuple[str, Any]) -> _Job:
         state, weights = described
         factors = keys.trace_factors(
             bucket=spec.bucket,
@@ -424,13 +418,7 @@ class Pipeline:
 
     def _upload(self, weight: torch.Tensor) -> DeviceTensor:
         """Upload a weight once, however many graphs and names it has."""
-        identity = (
-            weight.untyped_storage().data_ptr(),
-            weight.storage_offset(),
-            tuple(weight.shape),
-            weight.stride(),
-            weight.dtype,
-        )
+        identity = memory_of(weight)
         if identity not in self._weights:
             # The tensor is kept: its address must not be used again while it is an identity.
             self._weights[identity] = (weight, self._runtime.upload(weight.detach()))

@@ -3,7 +3,7 @@
 It binds each graph input to a parameter, buffer, attribute or argument by name, says which
 outputs are inputs updated in place, how the step function's return value is rebuilt, and from
 which Python sources the trace was made. It is JSON, read by a strict parser; reading one never
-runs code. This file imports no torch, so that a warm start can read records cheaply.
+runs code.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ import importlib.machinery
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, get_args
 
+from vllm_neuron.premises import parse_premises
+
 __all__ = ["DTYPES", "GraphInput", "TensorSpec", "TraceRecord", "source_digests"]
 
-_FORMAT = 1
+_FORMAT = 2
 
 InputKind = Literal["parameter", "buffer", "attribute", "argument"]
 
@@ -68,6 +70,7 @@ class TraceRecord:
             `["dict", [[key, tree], ...]]`, or `["torch.return_types.NAME", [...]]`.
         sources: Python module name to the BLAKE3 hex digest of its source file, for every
             module whose code the trace inlined.
+        premises: what else the trace read; see `premises`.
     """
 
     inputs: tuple[GraphInput, ...]
@@ -75,6 +78,7 @@ class TraceRecord:
     aliases: dict[int, int]
     result: Any
     sources: dict[str, str]
+    premises: list[Any] = field(default_factory=list)
 
     def to_json(self) -> bytes:
         """Serialise, byte for byte the same for equal records."""
@@ -85,6 +89,7 @@ class TraceRecord:
             "aliases": [[o, i] for o, i in sorted(self.aliases.items())],
             "result": self.result,
             "sources": dict(sorted(self.sources.items())),
+            "premises": self.premises,
         }
         return json.dumps(tree, separators=(",", ":"), allow_nan=False).encode()
 
@@ -99,7 +104,7 @@ class TraceRecord:
             tree = json.loads(data)
         except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"trace record is not JSON: {error}") from None
-        fields = {"format", "inputs", "outputs", "aliases", "result", "sources"}
+        fields = {"format", "inputs", "outputs", "aliases", "result", "sources", "premises"}
         if not isinstance(tree, dict) or set(tree) != fields:
             raise ValueError(f"trace record: expected an object with the fields {sorted(fields)}")
         if tree["format"] != _FORMAT:
@@ -124,7 +129,8 @@ class TraceRecord:
         ):
             raise ValueError("trace record: sources must map module names to digests")
         _check_result(tree["result"], len(outputs), len(inputs))
-        return cls(inputs, outputs, aliases, tree["result"], sources)
+        premises = parse_premises(tree["premises"])
+        return cls(inputs, outputs, aliases, tree["result"], sources, premises)
 
     def sources_changed(self) -> list[str]:
         """Modules whose source file now has another digest, or can no longer be found.

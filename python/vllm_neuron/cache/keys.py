@@ -74,7 +74,11 @@ def plugin_digest() -> str:
     The version alone would not see an edited installation.
     """
     package = Path(__file__).parent.parent
-    shaping = [package / "capture.py", *sorted((package / "lowering").rglob("*.py"))]
+    tracing = ("binding.py", "capture.py", "dynamo_trace.py", "premises.py", "trace_record.py")
+    shaping = [
+        *(package / name for name in tracing),
+        *sorted((package / "lowering").rglob("*.py")),
+    ]
     digest = hashlib.blake2b(digest_size=16)
     for path in shaping:
         digest.update(path.relative_to(package).as_posix().encode() + b"\0")
@@ -95,7 +99,7 @@ def trace_factors(
     target: str,
     step_state: str,
     arguments: Any,
-    weights: Iterable[tuple[str, Sequence[int], str]],
+    weights: Iterable[tuple[str, Sequence[int], str, Sequence[int], str | None]],
     model: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Name everything that can change what a trace of a step function gives (spec PC-23).
@@ -108,7 +112,8 @@ def trace_factors(
         target: what the compiler compiles for.
         step_state: digest of the step's module classes and plain attributes.
         arguments: signature of the call: a tree of `[dtype, shape]` and None.
-        weights: name, shape and dtype of each parameter and buffer, in module order.
+        weights: name, shape, dtype, strides and first name of the same memory (None: this is it)
+            of each parameter and buffer, in module order.
         model: what the caller knows of the model and its configuration, by factor name.
     """
     factors: dict[str, Any] = {
@@ -123,7 +128,10 @@ def trace_factors(
         "target": target,
         "step-state": step_state,
         "arguments": arguments,
-        "weights": [[name, *_tensor_factor(shape, dtype)] for name, shape, dtype in weights],
+        "weights": [
+            [name, *_tensor_factor(shape, dtype), list(strides), tied_to]
+            for name, shape, dtype, strides, tied_to in weights
+        ],
     }
     for name, value in model.items():
         factors[f"model.{name}"] = value

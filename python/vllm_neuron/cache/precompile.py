@@ -19,6 +19,7 @@ from vllm_neuron.binding import argument_leaves, find_tensor, spec_of
 from vllm_neuron.cache import keys
 from vllm_neuron.cache.entries import EntryStore
 from vllm_neuron.lowering.module import LoweredModule
+from vllm_neuron.premises import broken_premise
 from vllm_neuron.trace_record import TensorSpec, TraceRecord
 
 if TYPE_CHECKING:
@@ -155,6 +156,9 @@ def _mismatch(trace: TraceRecord, step: torch.nn.Module, args: Sequence[Any]) ->
     changed = trace.sources_changed()
     if changed:
         return f"the source of {', '.join(changed)} changed"
+    broken = broken_premise(trace.premises, step)
+    if broken is not None:
+        return f"the trace read something that changed: {broken}"
     arguments = dict(argument_leaves(step, args))
     for item in trace.inputs:
         if item.kind == "argument":
