@@ -43,7 +43,7 @@ _CHECKS = {
     "BUILTIN_MATCH": "value",
     "CLASS_MATCH": "value",
     "SEQUENCE_LENGTH": "length",
-    "EMPTY_NN_MODULE_HOOKS_DICT": "length",
+    "EMPTY_NN_MODULE_HOOKS_DICT": "hooks",
     "DICT_KEYS_MATCH": "keys",
     "MAPPING_KEYS_CHECK": "keys",
     "DICT_CONTAINS": "contains",
@@ -55,12 +55,24 @@ _CHECKS = {
     "DUPLICATE_INPUT": "same",
 }
 
+#: Where a module keeps the hooks that calling it runs.
+_HOOKS = (
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+
 #: Roots that the versions in the trace key cover, and that a warm start may not have loaded.
 _VERSIONED = ("torch", "builtins")
 
 #: Descriptors of the interpreter (slots, `__closure__`, `cell_contents`); calling one runs no
 #: Python.
 _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
+
+_DICT = ["class", "builtins.dict", ""]
 
 _MISSING = object()
 
@@ -121,6 +133,9 @@ def premises_of(
         path = _path(guard.originating_source, self_name, scope)
         if path is None or path[0][1].partition(".")[0] in _VERSIONED:
             continue
+        if check == "hooks":
+            # One premise for the six guards of a module.
+            path = path[:-1]
         argument = _argument(guard)
         if check == "same":
             argument = _path(argument, self_name, scope)
@@ -132,6 +147,9 @@ def premises_of(
         else:
             argument = None
         expected = _state(check, path, argument, step)
+        if check == "type" and expected == _DICT:
+            # What is read of a dictionary has premises of its own.
+            continue
         if expected is not _MISSING and expected is not None:
             found[repr((check, path, argument))] = [check, path, argument, expected]
     return [found[name] for name in sorted(found)]
@@ -194,6 +212,8 @@ def _state(check: str, path: Path, argument: Any, step: torch.nn.Module) -> Any:
         return described if described is not None else plain(type(value))
     if check == "same":
         return value is _follow(argument, step)
+    if check == "hooks":
+        return sum(len(_own(value).get(name, ())) for name in _HOOKS)
     if check == "attribute":
         return _attribute(value, argument) is not _MISSING
     if check == "own attribute":
@@ -230,6 +250,9 @@ def _follow(path: Path, step: torch.nn.Module) -> Any:
 def _advance(value: Any, operation: str, argument: Any) -> Any:
     if operation == "attr":
         return _attribute(value, argument)
+    if operation == "child":
+        children = _attribute(value, "_modules")
+        return children.get(argument, _MISSING) if type(children) is dict else _MISSING
     if operation == "type":
         return type(value)
     if operation == "dict":
@@ -311,7 +334,11 @@ def _path(source: Any, self_name: str, scope: Mapping[str, Any]) -> Path | None:
     if path is None:
         return None
     parts = list(_parts(source, sources))
-    return None if None in parts else [*path, *parts]
+    if None in parts:
+        return None
+    if path[-1] == ["attr", "_modules"] and parts and parts[0][0] == "item":
+        return [*path[:-1], ["child", parts[0][1]]]
+    return [*path, *parts]
 
 
 def _parts(source: Any, sources: Any) -> Iterator[list[Any] | None]:
@@ -350,7 +377,7 @@ def _text(path: Path) -> str:
     (kind, name), *rest = path
     text = "step" if kind == "step" else name
     for operation, argument in rest:
-        if operation == "attr":
+        if operation in ("attr", "child"):
             text += f".{argument}"
         elif operation == "item":
             text += f"[{argument!r}]"

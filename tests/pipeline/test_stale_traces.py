@@ -188,7 +188,16 @@ def test_following_a_premise_runs_no_code_of_the_model():
     step = Step()
     step.trap = Trap()
     record = TraceRecord((), (), {}, ["const", None], {})
-    for check in ("value", "type", "length", "keys", "attribute", "own attribute", "contains"):
+    for check in (
+        "value",
+        "type",
+        "length",
+        "keys",
+        "attribute",
+        "own attribute",
+        "contains",
+        "hooks",
+    ):
         for name in ("value", "missing", "__class__", "__dict__"):
             path = [["step", ""], ["attr", "trap"], ["attr", name]]
             tree = json.loads(record.to_json()) | {
@@ -221,9 +230,20 @@ def test_malformed_premises_are_refused(premises):
 
 
 @pytest.mark.parametrize("argument", [None, [], {}, 1.5, "x"])
-@pytest.mark.parametrize("operation", ["attr", "item", "nth", "nth key", "type", "dict", "no such"])
+@pytest.mark.parametrize(
+    "operation", ["attr", "item", "nth", "nth key", "type", "dict", "child", "no such"]
+)
 def test_a_lying_premise_is_a_miss_and_never_an_error(operation, argument):
-    for check in ("value", "type", "length", "keys", "attribute", "own attribute", "contains"):
+    for check in (
+        "value",
+        "type",
+        "length",
+        "keys",
+        "attribute",
+        "own attribute",
+        "contains",
+        "hooks",
+    ):
         for start in ([["step", ""]], [["module", "os"]], [["step", ""], ["attr", "settings"]]):
             premise = [check, [*start, [operation, argument]], argument, "nothing"]
             assert broken_premise([premise], Step()) is not None
