@@ -63,6 +63,7 @@ def child_environment() -> dict[str, str]:
     variables = {k: v for k, v in os.environ.items() if k not in FOREIGN}
     variables["PATH"] = f"{ENVIRONMENT / 'bin'}{os.pathsep}{variables.get('PATH', os.defpath)}"
     variables["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
+    variables["MATURIN_PEP517_ARGS"] = "--locked"
     return variables
 
 
