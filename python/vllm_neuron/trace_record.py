@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.machinery
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -193,7 +193,7 @@ def _rebuild(tree: Any, outputs: Sequence[Any], inputs: Sequence[Any]) -> Any:
     return _return_type(tag)(items)
 
 
-def _return_type(tag: str) -> Callable[[list[Any]], Any]:
+def _return_type(tag: str) -> Any:
     import torch
 
     found = getattr(torch.return_types, tag.rpartition(".")[2], None)
@@ -252,6 +252,8 @@ def _check_result(tree: Any, outputs: int, inputs: int, depth: int = 0) -> None:
                 raise ValueError(f"trace record: bad key {key!r:.80}")
             _check_result(subtree, outputs, inputs, depth + 1)
     elif tag in ("list", "tuple") or _is_return_type(tag):
+        if _is_return_type(tag):
+            _list(value, tag, _return_type(tag).n_sequence_fields)
         for item in _list(value, "result"):
             _check_result(item, outputs, inputs, depth + 1)
     else:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tests.pipeline.step_modules import make_pipeline
+from vllm_neuron import _core
 from vllm_neuron.pipeline import GraphSpec
 from vllm_neuron.premises import broken_premise
 from vllm_neuron.trace_record import TraceRecord
@@ -247,3 +248,57 @@ def test_a_lying_premise_is_a_miss_and_never_an_error(operation, argument):
         for start in ([["step", ""]], [["module", "os"]], [["step", ""], ["attr", "settings"]]):
             premise = [check, [*start, [operation, argument]], argument, "nothing"]
             assert broken_premise([premise], Step()) is not None
+
+
+def replaced(change):
+    def rewrite(content: bytes) -> bytes:
+        return json.dumps(change(json.loads(content))).encode()
+
+    return rewrite
+
+
+def without(name: str):
+    return replaced(lambda record: {key: value for key, value in record.items() if key != name})
+
+
+def with_result(*result):
+    return replaced(lambda record: record | {"trace": record["trace"] | {"result": result}})
+
+
+@pytest.mark.parametrize(
+    "rewrite",
+    [
+        replaced(lambda record: [record]),
+        without("trace"),
+        without("module"),
+        without("graph digest"),
+        replaced(lambda record: record | {"module": "native"}),
+        with_result("torch.return_types.max", []),
+        with_result("torch.return_types.no_such", []),
+        lambda content: b"[" * 200_000,
+        lambda content: b"\xff",
+        lambda content: None,
+    ],
+)
+def test_a_sound_entry_with_a_senseless_record_is_a_miss(tmp_path, rewrite):
+    class Double(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+    run(tmp_path, Double())
+    store = _core.Store(str(tmp_path / "precompile"))
+    (info,) = store.entries()
+    entry = store.get("trace", info.key)
+    sections = {name: bytes(entry.section(name)) for name in entry.sections}
+    record = rewrite(sections.pop("record"))
+    store.remove("trace", info.key)
+    assert store.put("trace", info.key, sections | ({"record": record} if record else {}))
+    assert run(tmp_path, Double()).traces == 1
+    assert run(tmp_path, Double()).traces == 0
+
+
+def test_senseless_factors_do_not_stop_the_explanation_of_a_miss(tmp_path):
+    store = _core.Store(str(tmp_path / "precompile"))
+    for number, factors in enumerate((b"[1]", b"[" * 200_000, b"\xff")):
+        assert store.put("trace", f"{number:064x}", {"record": b"{}", "factors": factors})
+    assert run(tmp_path, Step()).traces == 1

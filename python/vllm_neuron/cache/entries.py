@@ -77,7 +77,7 @@ class EntryStore:
                 continue
             try:
                 yield json.loads(bytes(entry.section(section)))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 self._logger.warning("%s: %s: %s", self._name, info.path, error)
         self._log_problems()
 

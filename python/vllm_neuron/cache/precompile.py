@@ -84,8 +84,9 @@ class PrecompileCache:
         try:
             found = _decode(entry)
             reason = _mismatch(found.trace, step, args)
-        except ValueError as error:
-            reason = f"the entry cannot be read: {error}"
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            # The bytes are as written, so something else than a capture wrote them.
+            reason = f"the entry cannot be read: {error!r}"
         if reason is not None:
             self._logger.info(
                 "Precompile Cache: miss for %s, key %s: %s", bucket, key.short, reason
@@ -123,7 +124,8 @@ class PrecompileCache:
 
     def _why(self, factors: Mapping[str, Any]) -> str:
         if self._known is None:
-            self._known = list(self.entries.sections(self.KIND, "factors"))
+            found = self.entries.sections(self.KIND, "factors")
+            self._known = [factors for factors in found if isinstance(factors, dict)]
         if not self._known:
             return "the cache is empty"
         same_bucket = [known for known in self._known if known.get("bucket") == factors["bucket"]]
