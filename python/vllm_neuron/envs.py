@@ -274,7 +274,14 @@ def read_settings(environ: Mapping[str, str] = os.environ, *, mounts: Path = _MO
     moved = None
     if (root := values["VLLM_CACHE_ROOT"]) is None:
         # As vLLM has it (vllm.envs.get_default_cache_root).
-        base = environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+        base = environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111
+        if base.startswith("~"):
+            # No HOME, and a user id that the system does not know: usual in containers.
+            base = f"/tmp/vllm_neuron_cache_{os.getuid()}"
+            notices.append(
+                f"There is no home directory for user id {os.getuid()}: the caches are in {base}, "
+                "which may not survive a reboot. Set HOME or VLLM_CACHE_ROOT to choose their place."
+            )
         root = values["VLLM_CACHE_ROOT"] = Path(base) / "vllm"
         if (_file_system(root, mounts) or "").startswith("nfs"):
             moved = Path(f"/tmp/vllm_neuron_wdir_{environ.get('USER') or os.getuid()}")
@@ -368,7 +375,10 @@ def _parse(row: Variable, text: str, source: str) -> Value:
                 raise fail(f"{', '.join(LOG_LEVELS[:-1])} or {LOG_LEVELS[-1]}")
             return text.upper()
         case "path":
-            return Path(text).expanduser()
+            expanded = Path(os.path.expanduser(text))  # noqa: PTH111 - leaves an unknown ~user
+            if text.startswith("~") and str(expanded) == text:
+                raise fail("a path; there is no such home directory")
+            return expanded
         case "str":
             return text
 

@@ -338,3 +338,13 @@ def test_the_record_of_the_start_wins_over_a_changed_variable(monkeypatch):
     monkeypatch.setenv("VLLM_CACHE_ROOT", "/of/later")
     assert envs.get_compile_backend_name() == "vllm_neuron"
     assert envs.get_neuron_compile_cache_dir() == "/of/the/start/neuron/compile_cache"
+
+
+def test_without_a_home_directory_the_caches_go_to_a_named_place(monkeypatch):
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("os.getuid", lambda: 54321)
+    settings = read_settings({})
+    assert settings["VLLM_CACHE_ROOT"] == Path("/tmp/vllm_neuron_cache_54321/vllm")
+    assert any("There is no home directory for user id 54321" in text for text in settings.notices)
+    with pytest.raises(ConfigurationError, match="there is no such home directory"):
+        read_settings({"VLLM_CACHE_ROOT": "~no-such-user/cache"})
