@@ -379,7 +379,10 @@ class Pipeline:
 
     def _load_neff(self, job: _Job, neff: CompiledNeff) -> LoadedModel:
         assert job.trace is not None
-        return self._runtime.load(neff.data, aliases=job.trace.aliases, bucket=job.spec.bucket)
+        # Fresh NEFFs are verified before they are kept, cached ones by their entry's checksums.
+        return self._runtime.load(
+            neff.data, aliases=job.trace.aliases, bucket=job.spec.bucket, is_verified=True
+        )
 
     def _bind(self, job: _Job, tensors: Mapping[str, DeviceTensor]) -> BoundGraph:
         assert job.trace is not None
@@ -426,7 +429,10 @@ class Pipeline:
 
     def _load_neff(self, job: _Job, neff: CompiledNeff) -> LoadedModel:
         assert job.trace is not None
-        return self._runtime.load(neff.data, aliases=job.trace.aliases, bucket=job.spec.bucket)
+        # Fresh NEFFs are verified before they are kept, cached ones by their entry's checksums.
+        return self._runtime.load(
+            neff.data, aliases=job.trace.aliases, bucket=job.spec.bucket, is_verified=True
+        )
 
     def _count(self, **amounts: float) -> None:
         with self._counting:

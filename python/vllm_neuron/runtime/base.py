@@ -127,13 +127,22 @@ class Runtime(Protocol):
         """Make a device tensor of zeros, e.g. a KV cache."""
         ...
 
-    def load(self, neff: Buffer, *, aliases: Mapping[int, int], bucket: str) -> LoadedModel:
+    def load(
+        self,
+        neff: Buffer,
+        *,
+        aliases: Mapping[int, int],
+        bucket: str,
+        is_verified: bool = False,
+    ) -> LoadedModel:
         """Validate a NEFF and make it ready to run.
 
         Args:
             neff: the file's bytes; a view of mapped pages is not copied as a whole.
             aliases: output index to the index of the input that is updated in place.
             bucket: the name of the bucket, for messages.
+            is_verified: the caller has compared the bytes with a checksum, so the NEFF's own digest
+                need not be computed.
 
         Raises:
             NeffError: the bytes are not a sound NEFF.

@@ -71,7 +71,14 @@ class HostRuntime:
         """Make a device tensor of zeros that programs update in place."""
         return HostTensor.zeros(shape, dtype)
 
-    def load(self, neff: Buffer, *, aliases: Mapping[int, int], bucket: str) -> HostModel:
+    def load(
+        self,
+        neff: Buffer,
+        *,
+        aliases: Mapping[int, int],
+        bucket: str,
+        is_verified: bool = False,
+    ) -> HostModel:
         """Validate a NEFF of target `host` and make it ready to run.
 
         The executable inside is machine code of the jaxlib and the processor that the manifest
@@ -82,9 +89,7 @@ class HostRuntime:
             ExecutionError: another target, no program of the host emulator inside, other aliases
                 than `aliases`, or a module that XLA refuses.
         """
-        # Who keeps NEFFs has checked their bytes: the compilation cache when it stores one, the
-        # entry's own checksums when it is read.
-        parsed = Neff.parse(neff, verify_hash=False)
+        parsed = Neff.parse(neff, verify_hash=not is_verified)
         if parsed.target != HOST_TARGET:
             raise _load_error(
                 bucket,

@@ -40,6 +40,17 @@ DTYPES: dict[str, torch.dtype] = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros whose memory the system provides only when it is first written.
+
+    `torch.zeros` writes all of it.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if size == 0:
+        return torch.zeros(shape, dtype=dtype)
+    return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
+
+
 class HostTensor:
     """A dense row-major tensor in the memory of the emulated device.
 
@@ -80,10 +91,7 @@ class HostTensor:
         """Make a device tensor of zeros in memory of XLA's own."""
         if dtype not in DTYPES:
             raise _unknown_dtype(dtype)
-        # Never written, so that the kernel backs the source with its page of zeros; torch.zeros
-        # writes.
-        size = math.prod(shape) * DTYPES[dtype].itemsize
-        source = torch.from_numpy(np.zeros(size, np.uint8)).view(DTYPES[dtype]).view(tuple(shape))
+        source = lazy_zeros(tuple(shape), DTYPES[dtype])
         allocated = cls(import_tensor(source, copy=True), tuple(source.shape), dtype)
         allocated._updated = True
         return allocated
@@ -166,9 +174,11 @@ def import_tensor(tensor: torch.Tensor, *, copy: bool | None) -> Any:
             bytes that XLA:CPU code relies on, and to copy otherwise.
     """
     device = xla_cpu.client().device
-    return xla_cpu.extension().dlpack_managed_tensor_to_buffer(
+    buffer = xla_cpu.extension().dlpack_managed_tensor_to_buffer(
         dlpack.to_dlpack(tensor), device, None, copy
     )
+    # Memory that is not aligned is copied by another thread, after the call returns.
+    return buffer.block_until_ready()
 
 
 def export_tensor(buffer: Any) -> torch.Tensor:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
 
 from vllm_neuron.device import Mode
+from vllm_neuron.runtime.host_tensor import lazy_zeros
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -59,19 +58,13 @@ class EagerExecution:
     def allocate_kv_caches(self, shapes: Sequence[KVCacheShape]) -> Any:
         """Returns zeroed torch tensors."""
         return [
-            (_zeros(shape.key, shape.dtype), _zeros(shape.value, shape.dtype)) for shape in shapes
+            (lazy_zeros(shape.key, shape.dtype), lazy_zeros(shape.value, shape.dtype))
+            for shape in shapes
         ]
 
     def build(self, steps: Mapping[str, tuple[torch.nn.Module, tuple]]) -> dict[str, Callable]:
         """Returns the step modules."""
         return {bucket: step for bucket, (step, _) in steps.items()}
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Returns zeros whose memory the system provides only when it is first written."""
-    # torch.zeros() writes all of it.
-    data = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
-    return torch.from_numpy(data).view(dtype).view(shape)
 
 
 def make_execution(vllm_config: VllmConfig, start: StartRecord) -> Execution:
