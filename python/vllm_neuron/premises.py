@@ -19,11 +19,12 @@ import os
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from vllm_neuron import _core
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["broken_premise", "parse_premises", "plain", "premises_of"]
 
@@ -72,6 +73,9 @@ _VERSIONED = ("torch", "builtins")
 #: Python.
 _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 
+#: Types of torch that are plain. By name: a trace record is read without torch.
+_TORCH_CONSTANTS = ("dtype", "device", "layout", "memory_format")
+
 _DICT = ["class", "builtins.dict", ""]
 
 _MISSING = object()
@@ -95,7 +99,7 @@ def plain(value: Any) -> Any:
         return ["float", value.hex()]
     if isinstance(value, str):
         return None if os.sep in value else ["str", value]
-    if isinstance(value, torch.dtype | torch.device | torch.layout | torch.memory_format):
+    if type(value).__module__ == "torch" and type(value).__name__ in _TORCH_CONSTANTS:
         return [type(value).__name__, str(value)]
     if isinstance(value, types.MethodType):
         return plain(value.__func__)
