@@ -35,6 +35,13 @@ from vllm_neuron.trace_record import GraphInput, TensorSpec, TraceRecord, source
 __all__ = ["CapturedGraph", "GraphInput", "TensorSpec", "TraceRecord", "capture", "find_tensor"]
 
 
+_ASSERTIONS = {
+    torch.ops.aten._assert_async.default,
+    torch.ops.aten._assert_async.msg,
+    torch.ops.aten._functional_assert_async.msg,
+}
+
+
 @dataclass
 class CapturedGraph:
     """One traced bucket.
@@ -333,11 +340,17 @@ def _assemble(
 
     result = _result_tree(trace.result, leaf, bucket)
     graph.output_node().args = (tuple(outputs),)
-    for node in graph.nodes:
-        # AOTAutograd's pass over Python floats writes this one operator that is not ATen.
+    for node in list(graph.nodes):
+        # A compiled graph cannot raise; eager would, on the same input.
+        if node.target in _ASSERTIONS:
+            graph.erase_node(node)
+            continue
+        # Some decompositions, and the pass over Python floats, write operators that are not ATen.
         if node.target is torch.ops.prims.convert_element_type.default:
             node.target = torch.ops.aten._to_copy.default
             node.args, node.kwargs = node.args[:1], {"dtype": node.args[1]}
+        elif node.target is torch.ops.prims.scalar_tensor.default:
+            node.target = torch.ops.aten.scalar_tensor.default
     graph.eliminate_dead_code()
     graph_module.recompile()
     record = TraceRecord(

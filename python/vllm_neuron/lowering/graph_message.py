@@ -23,6 +23,23 @@ __all__ = ["GraphMessage", "encode_graph"]
 # buffer, or the module and its cache entry would carry it.
 MAX_LITERAL_BYTES = 1 << 20
 
+# Besides the pointwise operators, those that eager's CPU kernels compute in float32 when their
+# operands are float16 or bfloat16. Products of matrices are left alone: hardware takes narrow
+# operands there and accumulates in float32 itself.
+_COMPUTED_WIDE = {
+    torch.ops.aten.native_layer_norm.default,
+    torch.ops.aten.native_group_norm.default,
+    torch.ops.aten._native_batch_norm_legit_no_training.default,
+    torch.ops.aten.var.correction,
+    torch.ops.aten.linalg_vector_norm.default,
+    torch.ops.aten.avg_pool2d.default,
+}
+_COMPARISONS = {
+    getattr(getattr(torch.ops.aten, name), overload)
+    for name in ("eq", "ne", "lt", "le", "gt", "ge")
+    for overload in ("Tensor", "Scalar")
+}
+
 # Operators that return their first argument as a value, whatever the memory format.
 _IDENTITIES = {
     torch.ops.aten.alias.default,
@@ -37,7 +54,10 @@ class GraphMessage:
     """What a lowering process is sent.
 
     Attributes:
-        header: JSON tree with `inputs`, `literals`, `nodes`, `outputs` and `aliases`.
+        header: JSON tree with `inputs`, `literals`, `nodes`, `outputs` and `aliases`. A node has
+            its operator `op`, `args`, `results` (number, dtype, shape), whether it
+            `returns_list`, all `dtypes` of its tensors, whether eager has narrow floats
+            `computed_wide`, and for a comparison the `common` dtype of its operands.
         literals: bytes of the literal tensors, in the order of `header["literals"]`.
         nodes: the graph node behind each entry of `header["nodes"]`, for error messages.
     """
@@ -145,17 +165,26 @@ class _Encoder:
             raise self._refuse(node, f"its result is a {type(value).__name__}, not a tensor")
         numbers = [self._new_value() for _ in results]
         self.values[node] = numbers[0] if isinstance(value, torch.Tensor) else numbers
-        self.nodes.append(
-            {
-                "op": str(target),
-                "args": self._arguments(node, target),
-                "results": [
-                    None if result is None else [number, *_spec(result)]
-                    for number, result in zip(numbers, results, strict=True)
-                ],
-                "returns_list": isinstance(target._schema.returns[0].type, torch.ListType),
-            }
-        )
+        tensors = [item.meta["val"] for item in node.all_input_nodes] + list(results)
+        dtypes = {_dtype_name(item.dtype) for item in tensors if isinstance(item, torch.Tensor)}
+        message = {
+            "op": str(target),
+            "args": self._arguments(node, target),
+            "results": [
+                None if result is None else [number, *_spec(result)]
+                for number, result in zip(numbers, results, strict=True)
+            ],
+            "returns_list": isinstance(target._schema.returns[0].type, torch.ListType),
+            "dtypes": sorted(dtypes),
+            "computed_wide": torch.Tag.pointwise in target.tags or target in _COMPUTED_WIDE,
+        }
+        if target in _COMPARISONS:
+            operands = [
+                item.meta["val"] if isinstance(item, torch.fx.Node) else item
+                for item in node.args[:2]
+            ]
+            message["common"] = _dtype_name(torch.result_type(*operands))
+        self.nodes.append(message)
         self.origins.append(node)
 
     def _arguments(self, node: torch.fx.Node, target: torch._ops.OpOverload) -> list[Any]:

@@ -54,11 +54,11 @@ def _answer(graph: dict[str, Any], literals: bytes, answers: BinaryIO) -> None:
 
 
 def _lower(graph: dict[str, Any], literals: bytes) -> bytes:
-    from vllm_neuron.lowering.ops import OWN_LOWERINGS
+    from vllm_neuron.lowering.ops import own_lowering
     from vllm_neuron.lowering.stablehlo_module import finish_module
     from vllm_neuron.lowering.torch_dialect import import_graph, lower_to_stablehlo
 
-    imported = import_graph(graph, literals, is_own=OWN_LOWERINGS.__contains__)
+    imported = import_graph(graph, literals, is_own=lambda node: own_lowering(node) is not None)
     text = lower_to_stablehlo(imported.module)
     return finish_module(text, graph, imported.own)
 

@@ -14,8 +14,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir._mlir_libs import _jax_mlir_ext
 from jaxlib.mlir.dialects import stablehlo
 
-from vllm_neuron.lowering.ops import OWN_LOWERINGS
-from vllm_neuron.lowering.ops.builder import Builder
+from vllm_neuron.lowering.ops import Builder, Refusal, Tensor, own_lowering
 from vllm_neuron.lowering.torch_dialect import LoweringFailure, operand_values
 
 __all__ = ["finish_module"]
@@ -76,54 +75,62 @@ def _replace_arith_constants(block: ir.Block) -> None:
 def _insert_own(
     function: ir.Operation, block: ir.Block, header: Mapping[str, Any], own: Sequence[int]
 ) -> None:
-    """Emit the left-out nodes, feed them, and put the block in order again."""
+    """Emit the left-out nodes, feed them, and put the block in order again.
+
+    The block's arguments beyond the graph's inputs stand for the results of the left-out nodes, and
+    what it returns beyond the graph's outputs are their operands.
+    """
     inputs, outputs = len(header["inputs"]), len(header["outputs"])
-    arguments, terminator = list(block.arguments), block.operations[len(block.operations) - 1]
-    returned = list(terminator.operation.operands)
-    next_argument, next_operand = inputs, outputs
-    values: dict[int, ir.Value] = {}
-    stand_ins: list[ir.Value] = []
-    with ir.InsertionPoint(terminator):
-        for index in own:
-            node = header["nodes"][index]
-            for number in operand_values(node["args"]):
-                values[number] = returned[next_operand]
-                next_operand += 1
+    terminator = block.operations[len(block.operations) - 1].operation
+    specs = {number: spec for number, *spec in _all_values(header)}
+    operand, stand_in = outputs, inputs
+    for index in own:
+        node = header["nodes"][index]
+        values = {}
+        for number in operand_values(node["args"]):
+            dtype, shape = specs[number]
+            values[number] = Tensor(terminator.operands[operand], dtype, tuple(shape))
+            operand += 1
+        with ir.InsertionPoint(terminator):
             results = _emit(node, index, values)
-            for result, value in zip(node["results"], results, strict=True):
-                if result is None:
-                    continue
-                stand_in = arguments[next_argument]
-                next_argument += 1
-                if value.type != stand_in.type:
-                    raise LoweringFailure(f"it gives {value.type}, not {stand_in.type}", index)
-                stand_ins.append(stand_in)
-                stand_in.replace_all_uses_with(value)
-                # Own operands recorded before are Python handles of the stand-in, not uses.
-                returned = [value if item == stand_in else item for item in returned]
+        for result, tensor in zip(node["results"], results, strict=True):
+            if result is not None:
+                argument = block.arguments[stand_in]
+                stand_in += 1
+                if tensor.value.type != argument.type:
+                    raise LoweringFailure(
+                        f"it gives {tensor.value.type}, not {argument.type}", index
+                    )
+                argument.replace_all_uses_with(tensor.value)
+    returned = list(terminator.operands)[:outputs]
     with ir.InsertionPoint(terminator):
-        ir.Operation.create("func.return", operands=returned[:outputs])
+        ir.Operation.create("func.return", operands=returned)
     terminator.erase()
     _sort(block)
-    for position in reversed(range(inputs, len(arguments))):
+    for position in reversed(range(inputs, stand_in)):
         block.erase_argument(position)
     function.attributes["function_type"] = ir.TypeAttr.get(
         ir.FunctionType.get(
-            [argument.type for argument in block.arguments],
-            [value.type for value in returned[:outputs]],
+            [argument.type for argument in block.arguments], [value.type for value in returned]
         )
     )
-    for name in ("arg_attrs", "res_attrs"):
-        if name in function.attributes:
-            del function.attributes[name]
 
 
-def _emit(node: Mapping[str, Any], index: int, values: Mapping[int, ir.Value]) -> list[ir.Value]:
+def _all_values(header: Mapping[str, Any]) -> Iterator[list[Any]]:
+    """Number, dtype and shape of every value of a graph message."""
+    for number, spec in enumerate(header["inputs"]):
+        yield [number, *spec]
+    yield from header["literals"]
+    for node in header["nodes"]:
+        yield from (result for result in node["results"] if result is not None)
+
+
+def _emit(node: Mapping[str, Any], index: int, values: Mapping[int, Tensor]) -> list[Tensor]:
     try:
-        emitted = OWN_LOWERINGS[node["op"]](Builder(node, values))
-    except (NotImplementedError, ir.MLIRError) as error:
-        raise LoweringFailure(str(error), index) from None
-    return list(emitted) if isinstance(emitted, (list, tuple)) else [emitted]
+        emitted = own_lowering(node)(Builder(node, values))
+    except (Refusal, ir.MLIRError, ValueError) as error:
+        raise LoweringFailure(str(error).partition("\n")[0][:300], index) from None
+    return [emitted] if isinstance(emitted, Tensor) else list(emitted)
 
 
 def _sort(block: ir.Block) -> None:

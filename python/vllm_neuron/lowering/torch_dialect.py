@@ -8,6 +8,7 @@ it does not know.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,6 +56,9 @@ _TORCH_TYPES = {
 _LITERAL_TYPES = {name: text.removeprefix("s") for name, text in _TORCH_TYPES.items()}
 _LITERAL_TYPES["uint8"] = "ui8"
 
+_NARROW_FLOATS = {"float16", "bfloat16"}
+_VTENSOR = re.compile(r"!torch\.vtensor<\[(?P<sizes>[0-9,]*)\],(?P<element>\w+)>")
+
 _PIPELINE = (
     "builtin.module(func.func(torch-match-quantized-custom-ops),"
     "torchdynamo-export-to-torch-backend-pipeline{extra-library=},"
@@ -85,7 +89,7 @@ class ImportedGraph:
 
 
 def import_graph(
-    header: Mapping[str, Any], literals: bytes, *, is_own: Callable[[str], bool]
+    header: Mapping[str, Any], literals: bytes, *, is_own: Callable[[Mapping[str, Any]], bool]
 ) -> ImportedGraph:
     """Build `main` from a graph message.
 
@@ -143,7 +147,10 @@ def _node_of(location: str) -> int | None:
 
 class _Importer:
     def __init__(
-        self, header: Mapping[str, Any], literals: bytes, is_own: Callable[[str], bool]
+        self,
+        header: Mapping[str, Any],
+        literals: bytes,
+        is_own: Callable[[Mapping[str, Any]], bool],
     ) -> None:
         self.header = header
         self.literals = literals
@@ -152,7 +159,7 @@ class _Importer:
 
     def build(self) -> ImportedGraph:
         nodes = self.header["nodes"]
-        own = [index for index, node in enumerate(nodes) if self.is_own(node["op"])]
+        own = [index for index, node in enumerate(nodes) if self.is_own(node)]
         numbered = [[number, *spec] for number, spec in enumerate(self.header["inputs"])]
         for index in own:
             numbered += [result for result in nodes[index]["results"] if result is not None]
@@ -216,10 +223,13 @@ class _Importer:
         if not ir.Context.current.is_registered_operation(name):
             raise LoweringFailure("torch-mlir does not know this operator", index)
         operands = [self._operand(item, index) for item in node["args"]]
+        wide = node["computed_wide"] and not _NARROW_FLOATS.isdisjoint(node["dtypes"])
+        if wide:
+            operands = [self._widened(operand) for operand in operands]
         results = [
             ir.Type.parse("!torch.none")
             if result is None
-            else self._tensor_type(result[1], result[2], index)
+            else self._tensor_type(_wide(result[1]) if wide else result[1], result[2], index)
             for result in node["results"]
         ]
         if node["returns_list"]:
@@ -233,7 +243,28 @@ class _Importer:
             produced = ir.Operation.create(name, results=results, operands=operands)
         for result, value in zip(node["results"], produced.results, strict=True):
             if result is not None:
-                self.values[result[0]] = value
+                number, dtype, shape = result
+                narrowed = self._cast(value, dtype, shape) if wide else value
+                self.values[number] = narrowed
+
+    def _widened(self, operand: ir.Value) -> ir.Value:
+        text = str(operand.type)
+        found = _VTENSOR.fullmatch(text)
+        if found is None or found["element"] not in ("f16", "bf16"):
+            return operand
+        return self._cast(
+            operand, "float32", [int(size) for size in found["sizes"].split(",") if size]
+        )
+
+    def _cast(self, value: ir.Value, dtype: str, shape: list[int]) -> ir.Value:
+        kind = self._tensor_type(dtype, shape)
+        if value.type == kind:
+            return value
+        return ir.Operation.create(
+            "torch.prims.convert_element_type",
+            results=[kind],
+            operands=[value, self._operand(["dtype", dtype], -1)],
+        ).result
 
     def _operand(self, argument: list[Any], node: int) -> ir.Value:
         kind, *rest = argument
@@ -303,6 +334,10 @@ def operand_values(arguments: list[Any]) -> list[int]:
         elif kind == "list":
             numbers += operand_values(rest[1])
     return numbers
+
+
+def _wide(dtype: str) -> str:
+    return "float32" if dtype in _NARROW_FLOATS else dtype
 
 
 def _itemsize(dtype: str) -> int:

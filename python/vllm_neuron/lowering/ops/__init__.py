@@ -1,13 +1,24 @@
 """StableHLO lowerings of ATen operators that torch-mlir lacks or lowers inexactly.
 
-One file per operator family. They run only in the lowering process.
+One file per operator family; each says in its docstring what eager promises for the family. They
+run only in the lowering process, on jaxlib's MLIR.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from vllm_neuron.lowering.ops import (
+    arithmetic,
+    complex_numbers,
+    indexing,
+    ordering,
+    reductions,
+    scans,
+    scattering,
+    shapes,
+)
+from vllm_neuron.lowering.ops.builder import Builder, Refusal, Tensor
+from vllm_neuron.lowering.ops.registry import own_lowering
 
-__all__ = ["OWN_LOWERINGS"]
+__all__ = ["Builder", "Refusal", "Tensor", "own_lowering"]
 
-OWN_LOWERINGS: dict[str, Callable[[Any], Any]] = {}
+del arithmetic, complex_numbers, indexing, ordering, reductions, scans, scattering, shapes
