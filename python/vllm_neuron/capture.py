@@ -7,8 +7,7 @@ graph. Weights and buffers are graph inputs that keep their names, never constan
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._guards import TracingContext, tracing
 
-from vllm_neuron.binding import memory_of
+from vllm_neuron.binding import argument_leaves, leaves, memory_of, named_tensors, spec_of
 from vllm_neuron.dynamo_trace import (
     DynamoTrace,
     GraphOutput,
@@ -32,7 +31,7 @@ from vllm_neuron.errors import CaptureError
 from vllm_neuron.lowering.decompositions import decomposition_table
 from vllm_neuron.trace_record import GraphInput, TensorSpec, TraceRecord, source_digests
 
-__all__ = ["CapturedGraph", "GraphInput", "TensorSpec", "TraceRecord", "capture", "find_tensor"]
+__all__ = ["CapturedGraph", "GraphInput", "TensorSpec", "TraceRecord", "capture"]
 
 
 _ASSERTIONS = {
@@ -73,7 +72,7 @@ def capture(step: torch.nn.Module, args: tuple[Any, ...], *, bucket: str) -> Cap
     Raises:
         CaptureError: the step is not one static graph. `source` is `file:line` of the model.
     """
-    for path, leaf in _leaves(tuple(args), "args"):
+    for path, leaf in leaves(tuple(args), "args"):
         _refuse_dynamic_dimensions(leaf, path, bucket)
     args = _separate_arguments(args)
     with torch.no_grad():
@@ -83,41 +82,6 @@ def capture(step: torch.nn.Module, args: tuple[Any, ...], *, bucket: str) -> Cap
         _merge_duplicates(trace, inputs)
         graph_module, metadata = _functionalise(trace, inputs, bucket)
         return _assemble(graph_module, metadata, trace, inputs, names, bucket)
-
-
-def find_tensor(step: torch.nn.Module, graph_input: GraphInput) -> torch.Tensor:
-    """The tensor of `step` that a parameter, buffer or attribute input is bound to.
-
-    Raises:
-        CaptureError: `step` has no such tensor, or it has another shape or dtype.
-    """
-    value: Any = step
-    try:
-        for part in _split_path(graph_input.name):
-            value = getattr(value, part) if isinstance(part, str) else value[part[0]]
-        found = _spec(value) if isinstance(value, torch.Tensor) else type(value).__name__
-    except (AttributeError, KeyError, IndexError, TypeError) as error:
-        found = f"nothing ({error})"
-    if found != graph_input.spec:
-        raise CaptureError(
-            f"The graph reads the {graph_input.kind} {graph_input.name!r}: expected "
-            f"{graph_input.spec}, found {found}. The model is not the one that was traced.",
-            bucket=None,
-            reason="a graph input cannot be bound",
-            source=None,
-        )
-    return value
-
-
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from _leaves(item, f"{path}[{index}]")
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _leaves(item, f"{path}[{key!r}]")
-    else:
-        yield path, value
 
 
 def _refuse_dynamic_dimensions(leaf: Any, path: str, bucket: str) -> None:
@@ -160,15 +124,13 @@ def _separate_arguments(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def _tensor_names(step: torch.nn.Module, args: Sequence[Any]) -> dict[int, tuple[Any, str]]:
     """Kind and name of every tensor that has one, by object identity."""
     names: dict[int, tuple[Any, str]] = {}
-    bound = inspect.signature(step.forward).bind(*args)
-    for argument, value in bound.arguments.items():
-        for path, leaf in _leaves(value, argument):
-            if isinstance(leaf, torch.Tensor):
-                names[id(leaf)] = ("argument", path)
-    for name, tensor in step.named_parameters(remove_duplicate=False):
-        names.setdefault(id(tensor), ("parameter", name))
-    for name, tensor in step.named_buffers(remove_duplicate=False):
-        names.setdefault(id(tensor), ("buffer", name))
+    for path, leaf in argument_leaves(step, args):
+        if isinstance(leaf, torch.Tensor):
+            names[id(leaf)] = ("argument", path)
+    parameters = {id(tensor) for tensor in step.parameters()}
+    for name, tensor in named_tensors(step):
+        kind = "parameter" if id(tensor) in parameters else "buffer"
+        names.setdefault(id(tensor), (kind, name))
     return names
 
 
@@ -190,26 +152,8 @@ def _bind_inputs(
                 f"the graph reads the tensor {source.name}, which does not belong to the step",
                 "Register it as a buffer of the model, or pass it as an argument.",
             )
-        inputs.append(GraphInput(kind, name, _spec(tensor)))
+        inputs.append(GraphInput(kind, name, spec_of(tensor)))
     return inputs
-
-
-def _split_path(name: str) -> Iterator[str | tuple[int | str]]:
-    """Attribute names as `str`, subscripts as 1-tuples."""
-    rest = name
-    while rest:
-        if rest.startswith("["):
-            inner, _, rest = rest[1:].partition("]")
-            yield (inner[1:-1] if inner[:1] in "'\"" else int(inner),)
-        else:
-            rest = rest.removeprefix(".")
-            end = min((i for i in (rest.find("."), rest.find("[")) if i >= 0), default=len(rest))
-            yield rest[:end]
-            rest = rest[end:]
-
-
-def _spec(tensor: torch.Tensor) -> TensorSpec:
-    return TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
 def _merge_duplicates(trace: DynamoTrace, inputs: list[GraphInput]) -> None:
@@ -355,7 +299,7 @@ def _assemble(
     graph_module.recompile()
     record = TraceRecord(
         inputs=tuple(inputs),
-        outputs=tuple(_spec(node.meta["val"]) for node in outputs),
+        outputs=tuple(spec_of(node.meta["val"]) for node in outputs),
         aliases=dict(enumerate(mutated)),
         result=result,
         sources=_sources(trace),
@@ -392,7 +336,7 @@ def _input_index(
         node = graph.placeholder(f"passed_{len(inputs)}")
     node.meta["val"] = trace.fake_mode.from_tensor(tensor, static_shapes=True)
     trace.tensors.append(tensor)
-    inputs.append(GraphInput(kind, name, _spec(tensor)))
+    inputs.append(GraphInput(kind, name, spec_of(tensor)))
     return len(inputs) - 1
 
 

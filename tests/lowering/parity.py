@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from tests.lowering.xla_cpu import run_module
-from vllm_neuron.capture import CapturedGraph, capture, find_tensor
+from vllm_neuron.binding import argument_leaves, find_tensor
+from vllm_neuron.capture import CapturedGraph, capture
 from vllm_neuron.lowering.module import LoweredModule
 from vllm_neuron.lowering.native import NativeLowering
 
@@ -21,22 +21,9 @@ def lower(lowering: NativeLowering, step: torch.nn.Module, args: tuple) -> Lower
 
 def bind(captured: CapturedGraph, step: torch.nn.Module, args: tuple) -> list[torch.Tensor]:
     """The tensors of the graph's inputs, in order."""
-    leaves: dict[str, Any] = {}
-
-    def walk(value: Any, path: str) -> None:
-        if isinstance(value, (list, tuple)):
-            for index, item in enumerate(value):
-                walk(item, f"{path}[{index}]")
-        elif isinstance(value, dict):
-            for key, item in value.items():
-                walk(item, f"{path}[{key!r}]")
-        else:
-            leaves[path] = value
-
-    for name, value in inspect.signature(step.forward).bind(*args).arguments.items():
-        walk(value, name)
+    leaves = dict(argument_leaves(step, args))
     return [
-        leaves[item.name] if item.kind == "argument" else find_tensor(step, item)
+        leaves[item.name] if item.kind == "argument" else find_tensor(step, item.name)
         for item in captured.record.inputs
     ]
 
