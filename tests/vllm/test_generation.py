@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests import models
-from tests.vllm.engine import CPU_MODE, HOST, Engine, model_runner
+from tests.vllm.engine import CPU_MODE, HOST, Engine, EngineError, model_runner
 
 pytestmark = pytest.mark.serve
 
@@ -269,7 +269,7 @@ def test_nothing_compiles_while_serving(checkpoint, cache_root):
             prompts = mixed_prompts(count, longest=200, seed=count)
             engine.generate(prompts, [{**params, "max_tokens": 4}] * count)
         assert engine.call(compilations) == before
-        with pytest.raises(AssertionError, match=r"400|maximum context length|254 tokens|longer"):
+        with pytest.raises(EngineError, match=r"maximum context length is 256 tokens"):
             engine.generate([random_tokens(300, seed=0)], [{"max_tokens": 1}])
         assert engine.tokens([[5]], 3) == models.greedy(checkpoint("llama"), [[5]], tokens=3)
 
@@ -280,6 +280,19 @@ def compilations(llm):
 
     done = model_runner(llm).execution.pipeline.counters
     return done.traces, done.lowerings, done.compilations, dict(counters["frames"])
+
+
+def test_a_bucket_of_a_skipped_phase_raises(checkpoint, cache_root):
+    settings = {**HOST, "VLLM_NEURON_SKIP_PREFILL_WARMUP": "1"}
+    with Engine(checkpoint("llama"), settings, cache_root=cache_root) as engine:
+        # A prompt of one token needs no prefill.
+        assert engine.tokens([[5]], 3) == models.greedy(checkpoint("llama"), [[5]], tokens=3)
+        with pytest.raises(
+            EngineError,
+            match=r"ExecutionError: No graph was compiled for bucket prefill_s128; compiled: "
+            r"\['decode_b1', 'decode_b2', 'decode_b4'\]\. Nothing is compiled while serving",
+        ):
+            engine.tokens([[5, 6]], 3)
 
 
 def test_bfloat16_is_close_to_transformers(checkpoint, cache_root):

@@ -195,7 +195,7 @@ class NeuronAttention(AttentionImpl[NeuronAttentionMetadata]):
 
     def forward(
         self,
-        layer: torch.nn.Module,
+        layer: Any,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,

@@ -45,7 +45,8 @@ class PendingStep:
 
     Attributes:
         scheduler_output: what the scheduler asked for.
-        logits: (requests of the batch, vocabulary) float32.
+        logits: (requests of the batch, vocabulary) float32; nothing else holds this memory, the
+            sampler may overwrite it.
         partial: batch rows whose prompt is not complete yet: nothing is sampled for them.
         prompt_logprobs: completed prompt logprobs by request.
     """
@@ -53,7 +54,7 @@ class PendingStep:
     scheduler_output: SchedulerOutput
     logits: torch.Tensor
     partial: list[int]
-    prompt_logprobs: dict[str, LogprobsTensors] = field(default_factory=dict)
+    prompt_logprobs: dict[str, LogprobsTensors | None] = field(default_factory=dict)
 
 
 class NeuronModelRunner:
@@ -86,9 +87,10 @@ class NeuronModelRunner:
         # Registers the plugin's mixture-of-experts layers, which get_model() then instantiates.
         import vllm_neuron.vllm.moe  # noqa: F401
 
-        self.model = get_model(vllm_config=self.vllm_config).eval()
+        self.model: Any = get_model(vllm_config=self.vllm_config).eval()
         self.layers = get_layers_from_vllm_config(self.vllm_config, Attention)
-        with_cache = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
+        kind: Any = AttentionLayerBase
+        with_cache = get_layers_from_vllm_config(self.vllm_config, kind)
         for name, layer in with_cache.items():
             if name not in self.layers or not isinstance(layer.impl, NeuronAttention):
                 raise ConfigurationError(

@@ -53,7 +53,7 @@ class DenseExperts(UnquantizedFusedMoEMethod):
         """Returns True: routing is done here, vLLM's router needs compiled kernels."""
         return True
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Checks that the layer is of a kind that `apply_monolithic` computes.
 
         Raises:
@@ -83,7 +83,7 @@ class DenseExperts(UnquantizedFusedMoEMethod):
 
     def apply_monolithic(
         self,
-        layer: torch.nn.Module,
+        layer: Any,
         x: torch.Tensor,
         router_logits: torch.Tensor,
         input_ids: torch.Tensor | None = None,

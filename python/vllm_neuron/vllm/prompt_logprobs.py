@@ -62,9 +62,11 @@ class PromptLogprobs:
         Returns:
             The logprobs of the whole prompt, if this chunk completes it.
         """
-        count = state.sampling_params.prompt_logprobs
-        count = vocab_size if count == -1 else count
-        prompt = state.prompt_token_ids
+        params, prompt = state.sampling_params, state.prompt_token_ids
+        assert params is not None
+        assert params.prompt_logprobs is not None
+        assert prompt is not None
+        count = vocab_size if params.prompt_logprobs == -1 else params.prompt_logprobs
         result = state.in_progress_prompt_logprobs_cpu
         if result is None:
             result = LogprobsTensors.empty_cpu(len(prompt) - 1, count + 1)

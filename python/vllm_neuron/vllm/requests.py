@@ -88,6 +88,7 @@ class RequestTable:
         params = request.sampling_params
         generator = None
         if params is not None and params.sampling_type == SamplingType.RANDOM_SEED:
+            assert params.seed is not None
             generator = torch.Generator().manual_seed(params.seed)
         state = CachedRequestState(
             req_id=request.req_id,
@@ -134,6 +135,7 @@ class RequestTable:
                     batch.num_tokens_no_spec[index] = state.num_tokens
             blocks = cached.new_block_ids[position]
             if req_id in cached.resumed_req_ids:
+                assert blocks is not None
                 state.block_ids = blocks
             elif blocks is not None:
                 for known, added in zip(state.block_ids, blocks, strict=True):

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
+from vllm.config.model import LogprobsMode
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
 __all__ = ["HostSampler"]
+
+
+def _eager() -> AbstractContextManager[Any]:
+    return torch.compiler.set_stance("force_eager")
 
 
 class HostSampler(Sampler):
@@ -19,13 +27,18 @@ class HostSampler(Sampler):
     """
 
     def forward(
-        self, logits: torch.Tensor, sampling_metadata: SamplingMetadata, *args: object, **kw: object
+        self,
+        logits: torch.Tensor,
+        sampling_metadata: SamplingMetadata,
+        predict_bonus_token: bool = False,
+        logprobs_mode_override: LogprobsMode | None = None,
     ) -> SamplerOutput:
         """Samples as vLLM's sampler does; logits are (rows, vocabulary) and may be overwritten."""
-        if sampling_metadata.max_num_logprobs is None and not sampling_metadata.logprob_token_ids:
-            return super().forward(logits, sampling_metadata, *args, **kw)
-        with torch.compiler.set_stance("force_eager"):
-            return super().forward(logits, sampling_metadata, *args, **kw)
+        ranked = sampling_metadata.max_num_logprobs is not None
+        with _eager() if ranked or sampling_metadata.logprob_token_ids else nullcontext():
+            return super().forward(
+                logits, sampling_metadata, predict_bonus_token, logprobs_mode_override
+            )
 
     def score(
         self, scores: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor
@@ -37,7 +50,7 @@ class HostSampler(Sampler):
             num_logprobs: top tokens wanted.
             token_ids: (rows,) int64.
         """
-        with torch.compiler.set_stance("force_eager"):
+        with _eager():
             return self.gather_logprobs(scores, num_logprobs, token_ids)
 
     def warm_up(self, vocab_size: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import vllm.forward_context as forward_context
@@ -19,16 +20,11 @@ class StepContext:
     graph must not contain.
     """
 
-    def __init__(
-        self, layers: Mapping[str, torch.nn.Module], metadata: NeuronAttentionMetadata
-    ) -> None:
+    def __init__(self, layers: Mapping[str, Any], metadata: NeuronAttentionMetadata) -> None:
         self.no_compile_layers = layers
         self.attn_metadata = metadata
         self.slot_mapping: dict[str, torch.Tensor] = {}
         self.dp_metadata = None
-        self.is_padding = None
-        self.all_moe_layers = None
-        self.additional_kwargs: dict[str, object] = {}
 
 
 class DecoderStep(torch.nn.Module):
@@ -37,7 +33,7 @@ class DecoderStep(torch.nn.Module):
     Everything that changes between steps is an argument; the graph depends on shapes only.
 
     Args:
-        model: vLLM's model.
+        model: vLLM's model, a module.
         layers: attention layers by name, in the order of `kv_caches`.
         block_size: tokens per KV cache block.
         return_hidden_states: also return the hidden state of every token (prefill: prompt
@@ -46,8 +42,8 @@ class DecoderStep(torch.nn.Module):
 
     def __init__(
         self,
-        model: torch.nn.Module,
-        layers: Mapping[str, torch.nn.Module],
+        model: Any,
+        layers: Mapping[str, Any],
         *,
         block_size: int,
         return_hidden_states: bool,
@@ -92,8 +88,9 @@ class DecoderStep(torch.nn.Module):
             block_size=self.block_size,
             windows=self.windows,
         )
-        outer = forward_context._forward_context
-        forward_context._forward_context = StepContext(self.layers, metadata)
+        outer: Any = forward_context._forward_context
+        context: Any = StepContext(self.layers, metadata)
+        forward_context._forward_context = context
         try:
             hidden_states = self.model(input_ids, positions)
             rows = hidden_states.index_select(0, logits_rows)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -87,5 +89,5 @@ class StepInputs:
         for array in (self.input_ids, self.positions, self.slots, self.block_tables):
             array[count:] = 0
 
-    def _slots(self, blocks: npt.NDArray[np.int32], positions: npt.NDArray[np.int64]) -> Array:
+    def _slots(self, blocks: npt.NDArray[np.int32], positions: npt.NDArray[Any]) -> Array:
         return blocks.astype(np.int64) * self.block_size + positions % self.block_size

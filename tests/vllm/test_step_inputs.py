@@ -1,0 +1,65 @@
+"""The arrays of one bucket: what is set, and that padding is padding again after each call."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from vllm_neuron.vllm.step_inputs import StepInputs
+
+BLOCK = 4
+
+
+def values(inputs):
+    return [tensor.tolist() for tensor in inputs.tensors]
+
+
+def test_prefill_sets_a_chunk_and_pads_the_rest():
+    inputs = StepInputs(1, 6, 3, block_size=BLOCK)
+    blocks = np.array([7, 5, 9, 0], np.int32)
+    inputs.fill_prefill(np.array([11, 12, 13, 14, 15, 16], np.int32), 2, blocks)
+    assert values(inputs) == [
+        [11, 12, 13, 14, 15, 16],
+        [2, 3, 4, 5, 6, 7],
+        [30, 31, 20, 21, 22, 23],
+        [[7, 5, 9]],
+        [5],
+    ]
+    inputs.fill_prefill(np.array([17, 18], np.int32), 8, blocks)
+    assert values(inputs) == [
+        [17, 18, 0, 0, 0, 0],
+        [8, 9, 0, 0, 0, 0],
+        [36, 37, 0, 0, 0, 0],
+        [[7, 5, 9]],
+        [1],
+    ]
+
+
+def test_decode_sets_rows_and_pads_the_rest():
+    inputs = StepInputs(3, 1, 2, block_size=BLOCK)
+    blocks = np.array([[3, 0, 0], [8, 6, 0], [2, 4, 0]], np.int32)
+    tokens, positions = np.array([21, 22, 23], np.int32), np.array([1, 7, 4], np.int32)
+    inputs.fill_decode(tokens, positions, blocks)
+    assert values(inputs) == [
+        [21, 22, 23],
+        [1, 7, 4],
+        [13, 27, 16],
+        [[3, 0], [8, 6], [2, 4]],
+        [0, 1, 2],
+    ]
+    inputs.fill_decode(tokens[:1], positions[:1], blocks[:1])
+    assert values(inputs) == [
+        [21, 0, 0],
+        [1, 0, 0],
+        [13, 0, 0],
+        [[3, 0], [0, 0], [0, 0]],
+        [0, 1, 2],
+    ]
+    inputs.fill_decode(tokens[:0], positions[:0], blocks[:0])
+    assert values(inputs)[:4] == [[0, 0, 0], [0, 0, 0], [0, 0, 0], [[0, 0]] * 3]
+
+
+def test_tensors_share_the_arrays():
+    inputs = StepInputs(2, 1, 2, block_size=BLOCK)
+    inputs.input_ids[0] = 9
+    assert inputs.tensors[0].tolist() == [9, 0]
+    assert [str(tensor.dtype) for tensor in inputs.tensors] == ["torch.int64"] * 5
