@@ -63,10 +63,11 @@ def test_cold_and_warm_side_by_side(checkpoint, tmp_path):
 @pytest.mark.serve
 def test_interrupt_leaves_no_process(checkpoint, tmp_path):
     demo = start(checkpoint("llama"), tmp_path)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     # API server and engine: the second one is what is easily left behind.
     while len(servers(tmp_path)) < 2:
-        assert time.monotonic() < deadline and demo.poll() is None
+        assert demo.poll() is None
+        assert time.monotonic() < deadline
         time.sleep(0.1)
     os.killpg(demo.pid, signal.SIGINT)
     output, _ = demo.communicate(timeout=60)
@@ -81,7 +82,7 @@ def test_a_server_that_does_not_start(checkpoint, tmp_path):
     model.mkdir()
     (model / "config.json").write_text('{"architectures": ["NoSuchModel"], "model_type": "llama"}')
     done = start(model, tmp_path)
-    output, _ = done.communicate(timeout=120)
+    output, _ = done.communicate(timeout=300)
     assert done.returncode == 1
     assert "demo failed: the server ended with exit code 1 before it was ready" in output
     (log,) = tmp_path.glob("server-*.log")
