@@ -1,0 +1,107 @@
+"""torch.compile(backend="neuron_native") and its refusing sibling, as a user calls them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from vllm_neuron.errors import CaptureError, ConfigurationError
+
+
+def compiled(function):
+    torch._dynamo.reset()
+    return torch.compile(function, backend="neuron_native", dynamic=False)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def test_both_backends_are_found_by_name():
+    assert {"neuron_native", "vllm_neuron"} <= set(torch._dynamo.list_backends())
+
+
+def test_a_module_and_its_gradients_equal_eager():
+    module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    x = torch.randn(3, 4)
+    expected = module(x)
+    expected.sum().backward()
+    gradient = module[0].weight.grad.clone()
+    module.zero_grad()
+    found = compiled(module)(x)
+    found.sum().backward()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(module[0].weight.grad, gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_updates_reach_the_arguments_and_identity_is_kept():
+    def write(cache, rows):
+        cache[-1] = rows
+        return cache, cache.sum()
+
+    cache = torch.zeros(3, 2)
+    result, total = compiled(write)(cache, torch.ones(2))
+    assert result is cache
+    assert cache.tolist() == [[0, 0], [0, 0], [1, 1]] and total == 2
+
+
+def test_random_numbers_are_those_of_eager_and_move_on():
+    def draw(x):
+        return x + torch.rand(3), torch.empty(4).exponential_()
+
+    step = compiled(draw)
+    torch.manual_seed(7)
+    expected = [draw(torch.zeros(3)) for _ in range(2)]
+    torch.manual_seed(7)
+    found = [step(torch.zeros(3)) for _ in range(2)]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert not torch.equal(found[0][0], found[1][0])
+
+
+@pytest.mark.parametrize("overlapping_first", [True, False])
+def test_overlapping_and_separate_inputs_do_not_share_a_graph(overlapping_first):
+    def step(x, y):
+        x.mul_(2)
+        return x + y
+
+    function = compiled(step)
+
+    def overlapping():
+        base = torch.ones(8)
+        return function(base[:4], base[2:6]).tolist()
+
+    def separate():
+        return function(torch.ones(4), torch.ones(4)).tolist()
+
+    order = [overlapping, separate] if overlapping_first else [separate, overlapping]
+    results = {call.__name__: call() for call in order}
+    assert results == {"overlapping": [4, 4, 3, 3], "separate": [3, 3, 3, 3]}
+
+
+def test_a_graph_break_is_two_graphs():
+    def step(x):
+        y = x * 2
+        torch._dynamo.graph_break()
+        return y + 1
+
+    assert compiled(step)(torch.ones(2)).tolist() == [3, 3]
+
+
+def test_a_dynamic_dimension_is_refused():
+    torch._dynamo.reset()
+    step = torch.compile(lambda x: x * 2, backend="neuron_native", dynamic=True)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
+        step(torch.ones(3, 3))
+    assert isinstance(caught.value.inner_exception, CaptureError)
+    assert "pass dynamic=False to torch.compile" in str(caught.value)
+
+
+def test_the_xla_backend_says_what_is_missing():
+    torch._dynamo.reset()
+    step = torch.compile(lambda x: x * 2, backend="vllm_neuron")
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
+        step(torch.ones(3))
+    assert isinstance(caught.value.inner_exception, ConfigurationError)
+    assert "XLA route" in str(caught.value) and "neuron_native" in str(caught.value)
