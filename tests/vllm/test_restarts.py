@@ -135,7 +135,7 @@ def test_second_and_third_start_do_nothing_again(started, tmp_path):
             {},
             {"arguments": tuple("bfloat16" if item == "float32" else item for item in SMALL)},
             {"traces": GRAPHS, "lowerings": GRAPHS, "compilations": GRAPHS},
-            'float32","is bfloat16',
+            'float32","bfloat16',
         ),
         (
             {},
