@@ -41,11 +41,13 @@ class _ChildFailed(Exception):
     Args:
         reason: how it ended.
         progress: the node that it had announced last, or None.
+        timed_out: whether it was killed for taking too long.
     """
 
-    def __init__(self, reason: str, progress: int | None) -> None:
+    def __init__(self, reason: str, progress: int | None, *, timed_out: bool) -> None:
         super().__init__(reason)
         self.progress = progress
+        self.timed_out = timed_out
 
 
 class NativeLowering:
@@ -106,12 +108,7 @@ class NativeLowering:
 
         message = encode_graph(graph, bucket=bucket)
         with self._lock:
-            try:
-                answer, data = self._ask("lower", message)
-                if "module" not in answer and answer["node"] is None:
-                    answer = self._locate(message, answer["reason"])
-            except _ChildFailed as failure:
-                answer, data = self._locate(message, str(failure)), b""
+            answer, data = self._lower(message)
         if "module" not in answer:
             raise _error(bucket, message, answer)
         record = graph.record
@@ -122,6 +119,23 @@ class NativeLowering:
             outputs=record.outputs,
             aliases=dict(record.aliases),
         )
+
+    def _lower(self, message: GraphMessage) -> tuple[dict[str, Any], bytes]:
+        """The module, or the node at fault and the reason."""
+        for attempt in (1, 2):
+            try:
+                answer, data = self._ask("lower", message)
+            except _ChildFailed as failure:
+                answer, data = self._locate(message, failure), b""
+                # A child that something else ended (a person, a full memory) says nothing about
+                # the graph: one more try.
+                if answer["node"] is None and not failure.timed_out and attempt == 1:
+                    continue
+            else:
+                if "module" not in answer and answer["node"] is None:
+                    answer = self._locate(message, answer["reason"])
+            break
+        return answer, data
 
     def _ask(self, task: str, message: GraphMessage) -> tuple[dict[str, Any], bytes]:
         if self._child is None:
@@ -136,17 +150,18 @@ class NativeLowering:
                     return answer, data
                 progress = answer["progress"]
         except (EOFError, BrokenPipeError, TimeoutError) as error:
-            reason = self._child.obituary(timed_out=isinstance(error, TimeoutError))
+            timed_out = isinstance(error, TimeoutError)
+            reason = self._child.obituary(timed_out=timed_out)
             self._drop_child()
-            raise _ChildFailed(reason, progress) from None
+            raise _ChildFailed(reason, progress, timed_out=timed_out) from None
 
-    def _locate(self, message: GraphMessage, reason: str) -> dict[str, Any]:
+    def _locate(self, message: GraphMessage, reason: str | _ChildFailed) -> dict[str, Any]:
         """Find the node at fault by lowering every node alone."""
         try:
             found, _ = self._ask("locate", message)
         except _ChildFailed as second:
-            return {"node": second.progress, "reason": reason}
-        return found if found["node"] is not None else {"node": None, "reason": reason}
+            return {"node": second.progress, "reason": str(reason)}
+        return found if found["node"] is not None else {"node": None, "reason": str(reason)}
 
     def _drop_child(self) -> None:
         if self._child is not None:
@@ -156,6 +171,8 @@ class NativeLowering:
 
 class _Child:
     """The child process and its pipes."""
+
+    worker = "vllm_neuron.lowering.native_worker"
 
     def __init__(self, memory_limit_bytes: int) -> None:
         # Dropped when the file is closed; LLVM writes its last words there.
@@ -167,7 +184,7 @@ class _Child:
                 sys.executable,
                 "-P",
                 "-m",
-                "vllm_neuron.lowering.native_worker",
+                self.worker,
                 str(memory_limit_bytes),
             ],
             stdin=subprocess.PIPE,

@@ -1,9 +1,9 @@
 """Elementwise arithmetic, comparison, logic, bits and casts.
 
 Eager's contract:
-    * Operands are promoted to one dtype; a Python number or a tensor of rank 0 is not rounded to a
-      narrow float first, except by `remainder`, `fmod` and comparisons. float16 and bfloat16 are
-      computed in float32 and rounded once per operator.
+    * Operands are promoted to one dtype, float16 and bfloat16 then computed in float32 and rounded
+      once per operator. Numbers are rounded to the narrow dtype first, but for the second operand
+      of a product or quotient (`opmath` in aten/src/ATen/native/cpu/BinaryOpsKernel.cpp).
     * `remainder` and `//` take the sign of the divisor, `fmod` and truncating division that of the
       dividend. Integers wrap around.
     * Comparisons with NaN are false except `!=`. maximum, minimum and clamp propagate NaN.
@@ -19,25 +19,22 @@ from vllm_neuron.lowering.ops.dtypes import bits, compute_dtype, is_complex, is_
 from vllm_neuron.lowering.ops.registry import lowers
 
 
-def _operand(b: Builder, index: int, dtype: str) -> Tensor:
-    """An operand in the compute dtype of `dtype`, expanded to the result's shape."""
+def _operand(b: Builder, index: int, *, exact: bool = False) -> Tensor:
+    """An operand in the compute dtype of the result, expanded to its shape.
+
+    It is rounded to the result's dtype first, unless `exact` and it is a number or of rank 0.
+    """
     value = b.arg(index)
-    wide = compute_dtype(dtype)
-    if isinstance(value, Tensor) and value.rank:
-        value = b.convert(value, dtype)
-    tensor = b.convert(value, wide) if isinstance(value, Tensor) else b.constant(value, wide)
+    wide = compute_dtype(b.dtype)
+    if exact and (not isinstance(value, Tensor) or value.rank == 0):
+        tensor = b.tensor(index, wide)
+    else:
+        tensor = b.convert(b.tensor(index, b.dtype), wide)
     return b.expand(tensor, b.shape)
 
 
-def _operands(b: Builder) -> tuple[Tensor, Tensor]:
-    return _operand(b, 0, b.dtype), _operand(b, 1, b.dtype)
-
-
-def _rounded_operands(b: Builder) -> tuple[Tensor, Tensor]:
-    """The same for the kernels that do round numbers to the narrow dtype first."""
-    wide = compute_dtype(b.dtype)
-    left, right = (b.convert(b.tensor(index, b.dtype), wide) for index in (0, 1))
-    return b.expand(left, b.shape), b.expand(right, b.shape)
+def _operands(b: Builder, *, exact: bool = False) -> tuple[Tensor, Tensor]:
+    return _operand(b, 0), _operand(b, 1, exact=exact)
 
 
 def _narrow(b: Builder, tensor: Tensor) -> Tensor:
@@ -47,7 +44,8 @@ def _narrow(b: Builder, tensor: Tensor) -> Tensor:
 def _scaled(b: Builder, tensor: Tensor, alpha: Any) -> Tensor:
     if alpha is None or alpha == 1:
         return tensor
-    return b.multiply(tensor, b.constant(alpha, tensor.dtype, tensor.shape))
+    factor = b.convert(b.constant(alpha, b.dtype, tensor.shape), tensor.dtype)
+    return b.multiply(tensor, factor)
 
 
 @lowers("add.Tensor", "add.Scalar")
@@ -74,19 +72,19 @@ def rsub(b: Builder) -> Tensor:
 @lowers("mul.Tensor", "mul.Scalar")
 def mul(b: Builder) -> Tensor:
     """Product."""
-    return _narrow(b, b.multiply(*_operands(b)))
+    return _narrow(b, b.multiply(*_operands(b, exact=True)))
 
 
 @lowers("div.Tensor", "div.Scalar", "true_divide.Tensor")
 def div(b: Builder) -> Tensor:
     """True division: integers become floats."""
-    return _narrow(b, b.binary("divide", *_operands(b)))
+    return _narrow(b, b.binary("divide", *_operands(b, exact=True)))
 
 
 @lowers("div.Tensor_mode", "div.Scalar_mode", "floor_divide.default", "floor_divide.Scalar")
 def div_mode(b: Builder) -> Tensor:
     """Division rounded toward zero or down."""
-    left, right = _operands(b)
+    left, right = _operands(b, exact=True)
     mode = "floor" if b.arg(2) is None else b.arg(2)
     if mode == "trunc":
         quotient = b.binary("divide", left, right)
@@ -131,7 +129,7 @@ def _floor_divide(b: Builder, left: Tensor, right: Tensor) -> Tensor:
 @lowers("remainder.Tensor", "remainder.Scalar", "remainder.Scalar_Tensor")
 def remainder(b: Builder) -> Tensor:
     """Modulus with the sign of the divisor."""
-    left, right = _rounded_operands(b)
+    left, right = _operands(b)
     rest = b.binary("remainder", left, right)
     if is_unsigned(left.dtype):
         return rest
@@ -142,13 +140,33 @@ def remainder(b: Builder) -> Tensor:
 @lowers("fmod.Tensor", "fmod.Scalar")
 def fmod(b: Builder) -> Tensor:
     """Modulus with the sign of the dividend."""
-    return _narrow(b, b.binary("remainder", *_rounded_operands(b)))
+    return _narrow(b, b.binary("remainder", *_operands(b)))
 
 
 @lowers("maximum.default")
 def maximum(b: Builder) -> Tensor:
     """Greater of two."""
     return _narrow(b, b.maximum(*_operands(b)))
+
+
+@lowers("fmax.default")
+def fmax(b: Builder) -> Tensor:
+    """Greater of two; a number wins over NaN."""
+    left, right = _operands(b)
+    return _narrow(b, _prefer_numbers(b, left, right, b.maximum(left, right)))
+
+
+@lowers("fmin.default")
+def fmin(b: Builder) -> Tensor:
+    """Lesser of two; a number wins over NaN."""
+    left, right = _operands(b)
+    return _narrow(b, _prefer_numbers(b, left, right, b.minimum(left, right)))
+
+
+def _prefer_numbers(b: Builder, left: Tensor, right: Tensor, both: Tensor) -> Tensor:
+    if not is_float(both.dtype):
+        return both
+    return b.select(b.is_nan(left), right, b.select(b.is_nan(right), left, both))
 
 
 @lowers("minimum.default")
@@ -167,13 +185,13 @@ def minimum(b: Builder) -> Tensor:
 )
 def clamp(b: Builder) -> Tensor:
     """min(max(self, low), high); the upper bound wins when the bounds cross."""
-    result = _operand(b, 0, b.dtype)
+    result = _operand(b, 0)
     upper_first = b.operator.startswith("aten.clamp_max")
     if b.arg(1) is not None:
-        bound = _operand(b, 1, b.dtype)
+        bound = _operand(b, 1)
         result = b.minimum(result, bound) if upper_first else b.maximum(result, bound)
     if not upper_first and b.arg(2) is not None:
-        result = b.minimum(result, _operand(b, 2, b.dtype))
+        result = b.minimum(result, _operand(b, 2))
     return _narrow(b, result)
 
 
