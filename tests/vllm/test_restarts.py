@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -135,15 +137,102 @@ def test_second_and_third_start_do_nothing_again(started, tmp_path):
             {"traces": GRAPHS, "lowerings": GRAPHS, "compilations": GRAPHS},
             'float32","bfloat16',
         ),
+        (
+            {},
+            {
+                "arguments": (
+                    *SMALL,
+                    "--additional-config",
+                    '{"neuron_config": {"num_seqs_buckets": [1, 3, 4], '
+                    '"num_batched_tokens_buckets": [128, 256]}}',
+                )
+            },
+            {"traces": 1, "lowerings": 1, "compilations": 1},
+            "decode_b3",
+        ),
     ],
-    ids=["level", "dtype"],
+    ids=["level", "dtype", "bucket list"],
 )
 def test_another_setting_is_cold_and_says_why(started, first, second, redone, reason):
     assert started(**first)[0] == COLD
     counts, _, log = started(**second)
-    assert counts == expected("cold", **redone)
+    state = "cold" if redone["traces"] == GRAPHS else "partly warm"
+    assert counts == expected(state, **redone)
     misses = [line for line in log.splitlines() if line.startswith("Precompile Cache: miss for ")]
     assert len(misses) == redone["traces"]
     for part in reason.split('","'):
         assert all(part in line for line in misses), misses
     assert started(**first)[0] == WARM, "the entries of the first setting are still there"
+
+
+def test_without_the_route_variable_the_trace_is_not_kept(started, tmp_path):
+    unset = {"VLLM_NEURON_BACKEND": None}
+    cold, right, _ = started(environment=unset)
+    assert cold == COLD
+    again, tokens, log = started(environment=unset)
+    assert again == expected("cold", traces=GRAPHS)
+    assert tokens == right
+    assert "Precompile Cache: off (VLLM_NEURON_BACKEND is not set)" in log.splitlines()
+    assert entries(tmp_path / "cache", "trace") == []
+
+
+def write_model_package(folder: Path, factor: int) -> None:
+    """Write an installed-looking package whose model scales Llama's logits."""
+    folder.mkdir(exist_ok=True)
+    (folder / "scaled_llama.py").write_text(
+        "from vllm.model_executor.models.llama import LlamaForCausalLM\n\n\n"
+        "class ScaledLlama(LlamaForCausalLM):\n"
+        "    def compute_logits(self, hidden_states):\n"
+        f"        return super().compute_logits(hidden_states) * {factor}\n\n\n"
+        "def register():\n"
+        "    from vllm import ModelRegistry\n\n"
+        "    ModelRegistry.register_model('ScaledLlama', 'scaled_llama:ScaledLlama')\n"
+    )
+    metadata = folder / "scaled_llama-1.0.dist-info"
+    metadata.mkdir(exist_ok=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: scaled-llama\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nscaled_llama = scaled_llama:register\n"
+    )
+
+
+def test_an_edited_model_source_is_cold_and_says_why(started, checkpoint, tmp_path):
+    model = tmp_path / "scaled"
+    shutil.copytree(checkpoint("llama"), model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "architectures": ["ScaledLlama"]}))
+    packages = tmp_path / "packages"
+    options = {"model": model, "environment": {"PYTHONPATH": str(packages)}}
+
+    write_model_package(packages, factor=2)
+    cold, right, _ = started(**options)
+    assert cold == COLD
+    assert started(**options)[0] == WARM
+
+    # Greedy answers of a negated model differ; the size of the file does not.
+    write_model_package(packages, factor=-2)
+    edited, tokens, log = started(**options)
+    assert edited == COLD
+    assert tokens != right
+    assert "the source of scaled_llama changed" in log
+    assert started(**options)[0] == WARM
+
+
+def test_killed_while_compiling_the_next_start_works(started, checkpoint, tmp_path):
+    for pattern in (r"Lowered prefill_s128", r"Compilation complete"):
+        server = Server(
+            checkpoint("llama"), cache_root=tmp_path / "cache", folder=tmp_path, fork=True
+        )
+        try:
+            server.start()
+            server.wait_for_log(pattern)
+            server.kill()
+        finally:
+            server.close()
+    counts, right, _ = started()
+    assert counts["graphs"] == GRAPHS
+    assert counts["compilations"] < GRAPHS, "what was published before the kill is used"
+    warm, tokens, log = started()
+    assert warm == WARM
+    assert tokens == right
+    assert "set aside" not in log
