@@ -7,16 +7,23 @@ from typing import Any, Literal, Self, final
 from typing_extensions import Buffer
 
 __all__ = [
+    "CanonicalConstant",
+    "CanonicalGraph",
+    "CanonicalNode",
+    "CanonicalTensor",
     "Entry",
     "EntryInfo",
     "Key",
     "KeyBuilder",
     "KeyLock",
+    "NamedObject",
     "Neff",
     "NeffTensor",
+    "NodeReference",
     "Store",
     "StoreProblem",
     "__version__",
+    "decode_graph",
     "digest",
     "graph_bytes",
     "graph_digest",
@@ -200,6 +207,104 @@ def graph_bytes(graph_module: Any) -> bytes:
 
 def graph_digest(graph_module: Any) -> str:
     """Return the BLAKE3-256 of `graph_bytes(graph_module)` as 64 hex digits. Raises as that."""
+
+# ---- Decoded graphs: rust/py/src/canonical_graph.rs (docs/key-format.md, "Decoding") ------------
+
+@final
+class NodeReference:
+    """The result of an earlier node of the same graph, as an argument."""
+
+    @property
+    def index(self) -> int: ...
+
+@final
+class NamedObject:
+    """An object of torch, or a function, by its name."""
+
+    @property
+    def kind(
+        self,
+    ) -> Literal[
+        "dtype",
+        "layout",
+        "memory_format",
+        "device",
+        "operator",
+        "higher_order_operator",
+        "function",
+    ]: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def overload(self) -> str | None:
+        """Of an operator its overload; else None."""
+
+@final
+class CanonicalTensor:
+    """Shape and type of a tensor."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def device_type(self) -> str: ...
+    @property
+    def layout(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """In elements."""
+
+@final
+class CanonicalConstant:
+    """A constant tensor, whose content is known by its digest."""
+
+    @property
+    def tensor(self) -> CanonicalTensor: ...
+    @property
+    def storage(self) -> int:
+        """Constants with the same number share memory."""
+    @property
+    def storage_offset(self) -> int:
+        """In elements."""
+    @property
+    def digest(self) -> str: ...
+
+@final
+class CanonicalNode:
+    """One node of a decoded graph."""
+
+    @property
+    def op(self) -> Literal["placeholder", "get_attr", "call_function", "output"]: ...
+    @property
+    def offset(self) -> int:
+        """Where the node starts in the bytes."""
+    @property
+    def target(self) -> Any:
+        """Of a call a NamedObject, of get_attr a CanonicalConstant or CanonicalGraph.
+
+        Of a placeholder a CanonicalTensor or a scalar; None in a nested graph. A constant or
+        graph that is used again is the same object.
+        """
+    @property
+    def args(self) -> tuple[Any, ...]: ...
+    @property
+    def kwargs(self) -> dict[str, Any]: ...
+
+@final
+class CanonicalGraph:
+    """The nodes of one decoded graph; the last one is the output."""
+
+    @property
+    def nodes(self) -> tuple[CanonicalNode, ...]: ...
+
+def decode_graph(data: Buffer) -> CanonicalGraph:
+    """Read canonical graph bytes; torch is not needed, memory is a small multiple of the length.
+
+    Raises:
+        GraphFormatError: a byte is not as docs/key-format.md says. Attributes: `offset`,
+            `expected`, `found`.
+    """
 
 # ---- Entry store: rust/py/src/store.rs (docs/entry-format.md) ----------------------------------
 

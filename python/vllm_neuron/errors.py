@@ -14,6 +14,7 @@ __all__ = [
     "CompileError",
     "ConfigurationError",
     "ExecutionError",
+    "GraphFormatError",
     "GraphKeyError",
     "LoweringError",
     "NeffChecksumError",
@@ -65,6 +66,13 @@ class GraphKeyError(NeuronError):
     """A graph has no key, so it is not cached. Attributes: `node`, `type_name`, `reason`.
 
     `node` is the name of the FX node, `type_name` the type of what cannot be keyed.
+    """
+
+
+class GraphFormatError(NeuronError):
+    """Bytes are not a canonical graph that can be built. Attributes: `offset`, `expected`, `found`.
+
+    `offset` counts bytes from the start of the graph bytes.
     """
 
 

@@ -8,6 +8,7 @@
 
 pub mod digest;
 pub mod entry;
+mod format;
 pub mod key;
 mod mmap;
 pub mod neff;

@@ -3,6 +3,7 @@
 use pyo3::prelude::*;
 
 mod buffer;
+mod canonical_graph;
 mod error;
 mod graph;
 mod key;
@@ -15,6 +16,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     neff::register(module)?;
     key::register(module)?;
+    canonical_graph::register(module)?;
     store::register(module)?;
     Ok(())
 }

@@ -12,6 +12,7 @@ use std::str::FromStr;
 
 use thiserror::Error;
 
+pub use crate::format::FormatError;
 pub use read::{EntryLayout, SectionRow};
 pub use write::EntryWriter;
 
@@ -72,20 +73,6 @@ impl FromStr for Kind {
             .find(|kind| kind.name() == text)
             .ok_or_else(|| UnknownKind(text.to_owned()))
     }
-}
-
-/// A file that breaks a rule of the format.
-#[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[error("{what} at offset {offset}: expected {expected}, found {found}")]
-pub struct FormatError {
-    /// The field or rule.
-    pub what: &'static str,
-    /// Bytes from the start of the file.
-    pub offset: u64,
-    /// What the rule asks for.
-    pub expected: String,
-    /// What is there.
-    pub found: String,
 }
 
 /// Sections that no entry can be made of.

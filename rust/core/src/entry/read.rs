@@ -11,6 +11,7 @@ use super::layout::{
 };
 use super::{FormatError, Kind};
 use crate::digest::{Digest, checksum};
+use crate::format::hex;
 
 /// One section of a checked header.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -45,7 +46,7 @@ impl EntryLayout {
     /// `page` is the first [`PAGE_BYTES`] of the file, or all of a shorter one.
     pub fn parse(page: &[u8], file_bytes: u64) -> Result<Self, FormatError> {
         let short = || {
-            error(
+            FormatError::new(
                 "length of the file",
                 0,
                 format!("at least {PAGE_BYTES}"),
@@ -55,20 +56,30 @@ impl EntryLayout {
         let page = page.get(..PAGE_BYTES).ok_or_else(short)?;
         let (header, rows) = Header::ref_from_prefix(page).map_err(|_| short())?;
         if header.magic != MAGIC {
-            return Err(error("magic", 0, hex(&MAGIC), hex(&header.magic)));
+            return Err(FormatError::new(
+                "magic",
+                0,
+                hex(&MAGIC),
+                hex(&header.magic),
+            ));
         }
         if header.version.get() != VERSION {
-            return Err(error("format version", 8, VERSION, header.version));
+            return Err(FormatError::new(
+                "format version",
+                8,
+                VERSION,
+                header.version,
+            ));
         }
         check_header_checksum(page)?;
         let kind = Kind::from_code(header.kind.get())
-            .ok_or_else(|| error("kind", 12, "1, 2 or 3", header.kind))?;
+            .ok_or_else(|| FormatError::new("kind", 12, "1, 2 or 3", header.kind))?;
         if header.flags.get() != 0 {
-            return Err(error("flags", 16, 0, header.flags));
+            return Err(FormatError::new("flags", 16, 0, header.flags));
         }
         let count = usize::try_from(header.section_count.get()).unwrap_or(usize::MAX);
         if !(1..=MAX_SECTIONS).contains(&count) {
-            return Err(error(
+            return Err(FormatError::new(
                 "section count",
                 20,
                 format!("1 to {MAX_SECTIONS}"),
@@ -76,7 +87,7 @@ impl EntryLayout {
             ));
         }
         if header.total_bytes.get() != file_bytes {
-            return Err(error(
+            return Err(FormatError::new(
                 "total length",
                 24,
                 format!("{file_bytes} (of the file)"),
@@ -84,7 +95,7 @@ impl EntryLayout {
             ));
         }
         let (rows, padding) = <[Row]>::ref_from_prefix_with_elems(rows, count)
-            .map_err(|_| error("section table", 64, "inside the header page", count))?;
+            .map_err(|_| FormatError::new("section table", 64, "inside the header page", count))?;
         let padding = padding.get(..padding.len().saturating_sub(size_of::<U128>()));
         check_zeros(
             "padding of the header",
@@ -108,7 +119,7 @@ impl EntryLayout {
     pub fn check_section(file: &[u8], section: &SectionRow) -> Result<(), FormatError> {
         let Range { start, end } = section.range;
         let outside = || {
-            error(
+            FormatError::new(
                 "section",
                 section.table_offset,
                 "inside the file",
@@ -149,14 +160,14 @@ fn table_offset(index: usize) -> usize {
 }
 
 fn check_header_checksum(page: &[u8]) -> Result<(), FormatError> {
-    let missing = || error("header checksum", CHECKSUM_OFFSET, "16 bytes", page.len());
+    let missing = || FormatError::new("header checksum", CHECKSUM_OFFSET, "16 bytes", page.len());
     let (covered, stored) = page.split_at_checked(CHECKSUM_OFFSET).ok_or_else(missing)?;
     let stored = U128::ref_from_bytes(stored).map_err(|_| missing())?.get();
     let found = checksum(covered);
     if stored == found {
         Ok(())
     } else {
-        Err(error(
+        Err(FormatError::new(
             "header checksum",
             CHECKSUM_OFFSET,
             format!("{found:032x}"),
@@ -172,7 +183,7 @@ fn parse_rows(rows: &[Row], file_bytes: u64) -> Result<Vec<SectionRow>, FormatEr
         let at = table_offset(index);
         let name = parse_name(row, at)?;
         if sections.iter().any(|section| section.name == name) {
-            return Err(error(
+            return Err(FormatError::new(
                 "section name",
                 at,
                 "a name of its own",
@@ -180,14 +191,19 @@ fn parse_rows(rows: &[Row], file_bytes: u64) -> Result<Vec<SectionRow>, FormatEr
             ));
         }
         if row.offset.get() != next_offset {
-            return Err(error("section offset", at + 16, next_offset, row.offset));
+            return Err(FormatError::new(
+                "section offset",
+                at + 16,
+                next_offset,
+                row.offset,
+            ));
         }
         let end = next_offset
             .checked_add(row.length.get())
             .filter(|end| *end <= file_bytes)
             .ok_or_else(|| {
                 let most = file_bytes.saturating_sub(next_offset);
-                error(
+                FormatError::new(
                     "section length",
                     at + 24,
                     format!("at most {most}"),
@@ -196,15 +212,16 @@ fn parse_rows(rows: &[Row], file_bytes: u64) -> Result<Vec<SectionRow>, FormatEr
             })?;
         let range = (usize::try_from(next_offset), usize::try_from(end));
         let (Ok(start), Ok(stop)) = range else {
-            return Err(error(
+            return Err(FormatError::new(
                 "section length",
                 at + 24,
                 "an address of this machine",
                 end,
             ));
         };
-        next_offset = whole_pages(end)
-            .ok_or_else(|| error("section length", at + 24, "a length of a file", row.length))?;
+        next_offset = whole_pages(end).ok_or_else(|| {
+            FormatError::new("section length", at + 24, "a length of a file", row.length)
+        })?;
         sections.push(SectionRow {
             name,
             range: start..stop,
@@ -213,7 +230,7 @@ fn parse_rows(rows: &[Row], file_bytes: u64) -> Result<Vec<SectionRow>, FormatEr
         });
     }
     if next_offset != file_bytes {
-        return Err(error(
+        return Err(FormatError::new(
             "end of the last section",
             24,
             next_offset,
@@ -225,7 +242,7 @@ fn parse_rows(rows: &[Row], file_bytes: u64) -> Result<Vec<SectionRow>, FormatEr
 
 fn parse_name(row: &Row, at: usize) -> Result<String, FormatError> {
     let invalid = || {
-        error(
+        FormatError::new(
             "section name",
             at,
             "printable ASCII, then zeros",
@@ -251,36 +268,12 @@ fn check_zeros(what: &'static str, padding: &[u8], start: usize) -> Result<(), F
         None => Ok(()),
         Some(index) => {
             let found = padding.get(index).copied().unwrap_or_default();
-            Err(error(
+            Err(FormatError::new(
                 what,
                 start.saturating_add(index),
                 "00",
                 format!("{found:02x}"),
             ))
         }
-    }
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes
-        .iter()
-        .map(|byte| format!("{byte:02x}"))
-        .collect::<Vec<_>>()
-        .join(" ")
-}
-
-// By value: most arguments are made for the call.
-#[allow(clippy::needless_pass_by_value)]
-fn error(
-    what: &'static str,
-    offset: usize,
-    expected: impl ToString,
-    found: impl ToString,
-) -> FormatError {
-    FormatError {
-        what,
-        offset: offset as u64,
-        expected: expected.to_string(),
-        found: found.to_string(),
     }
 }

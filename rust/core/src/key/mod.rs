@@ -2,11 +2,39 @@
 //!
 //! `docs/key-format.md` is the specification.
 
+mod cursor;
+pub mod decode;
+pub mod graph;
 pub mod token;
 
 use thiserror::Error;
 
 use crate::digest::Digest;
+pub use crate::format::FormatError;
+
+/// Deepest nesting of containers in an argument of a graph.
+pub const MAX_ARGUMENT_DEPTH: usize = 64;
+/// Deepest nesting of graphs.
+pub const MAX_GRAPH_DEPTH: usize = 16;
+/// Higher-order operators whose arguments hold all that they do: nested graphs, operators, values.
+///
+/// Source: `torch/_higher_order_ops` of torch 2.13. Not here are those whose arguments point into
+/// tables of the process (Triton kernels) or at Python objects (torchbind, leaf functions, print).
+pub const HIGHER_ORDER_OPERATORS: [&str; 13] = [
+    "associative_scan",
+    "auto_functionalized",
+    "auto_functionalized_v2",
+    "cond",
+    "flex_attention",
+    "hints_wrapper",
+    "invoke_subgraph",
+    "map_impl",
+    "out_dtype",
+    "scan",
+    "while_loop",
+    "wrap_with_autocast",
+    "wrap_with_set_grad_enabled",
+];
 
 /// Context of a component's digest (BLAKE3 `derive_key`).
 const COMPONENT_CONTEXT: &str = "vllm-neuron 2026 key component v1";

@@ -9,40 +9,40 @@ pub const MAGIC: [u8; 8] = *b"VNGRAPH\0";
 /// Version of the token stream.
 pub const VERSION: u32 = 1;
 
-const PLACEHOLDER: u8 = 0x01;
-const GET_ATTR: u8 = 0x02;
-const CALL_FUNCTION: u8 = 0x03;
-const OUTPUT: u8 = 0x04;
-const NONE: u8 = 0x10;
-const FALSE: u8 = 0x11;
-const TRUE: u8 = 0x12;
-const INT: u8 = 0x13;
-const BIG_INT: u8 = 0x14;
-const FLOAT: u8 = 0x15;
-const COMPLEX: u8 = 0x16;
-const STR: u8 = 0x17;
-const BYTES: u8 = 0x18;
-const NODE: u8 = 0x19;
-const LIST: u8 = 0x1a;
-const TUPLE: u8 = 0x1b;
-const DICT: u8 = 0x1c;
-const SLICE: u8 = 0x1d;
-const ELLIPSIS: u8 = 0x1e;
-const DTYPE: u8 = 0x20;
-const LAYOUT: u8 = 0x21;
-const MEMORY_FORMAT: u8 = 0x22;
-const DEVICE: u8 = 0x23;
-const OPERATOR: u8 = 0x24;
-const HIGHER_ORDER_OPERATOR: u8 = 0x25;
-const FUNCTION: u8 = 0x26;
-const CONSTANT: u8 = 0x30;
-const CONSTANT_AGAIN: u8 = 0x31;
-const GRAPH: u8 = 0x32;
-const GRAPH_AGAIN: u8 = 0x33;
-const TENSOR: u8 = 0x40;
+pub(super) const PLACEHOLDER: u8 = 0x01;
+pub(super) const GET_ATTR: u8 = 0x02;
+pub(super) const CALL_FUNCTION: u8 = 0x03;
+pub(super) const OUTPUT: u8 = 0x04;
+pub(super) const NONE: u8 = 0x10;
+pub(super) const FALSE: u8 = 0x11;
+pub(super) const TRUE: u8 = 0x12;
+pub(super) const INT: u8 = 0x13;
+pub(super) const BIG_INT: u8 = 0x14;
+pub(super) const FLOAT: u8 = 0x15;
+pub(super) const COMPLEX: u8 = 0x16;
+pub(super) const STR: u8 = 0x17;
+pub(super) const BYTES: u8 = 0x18;
+pub(super) const NODE: u8 = 0x19;
+pub(super) const LIST: u8 = 0x1a;
+pub(super) const TUPLE: u8 = 0x1b;
+pub(super) const DICT: u8 = 0x1c;
+pub(super) const SLICE: u8 = 0x1d;
+pub(super) const ELLIPSIS: u8 = 0x1e;
+pub(super) const DTYPE: u8 = 0x20;
+pub(super) const LAYOUT: u8 = 0x21;
+pub(super) const MEMORY_FORMAT: u8 = 0x22;
+pub(super) const DEVICE: u8 = 0x23;
+pub(super) const OPERATOR: u8 = 0x24;
+pub(super) const HIGHER_ORDER_OPERATOR: u8 = 0x25;
+pub(super) const FUNCTION: u8 = 0x26;
+pub(super) const CONSTANT: u8 = 0x30;
+pub(super) const CONSTANT_AGAIN: u8 = 0x31;
+pub(super) const GRAPH: u8 = 0x32;
+pub(super) const GRAPH_AGAIN: u8 = 0x33;
+pub(super) const TENSOR: u8 = 0x40;
 
 /// Shape and type of a tensor, without its content.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TensorSpec<'a> {
     /// `float32`.
     pub dtype: &'a str,
@@ -82,7 +82,7 @@ fn put_length(out: &mut Vec<u8>, length: usize) {
 }
 
 /// The fewest two's complement bytes, little-endian, that hold the same number as `bytes`.
-fn shortest(bytes: &[u8]) -> &[u8] {
+pub(super) fn shortest(bytes: &[u8]) -> &[u8] {
     let mut short = bytes;
     while let [head @ .., last] = short {
         let Some(next) = head.last() else { break };

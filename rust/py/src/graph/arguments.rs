@@ -6,30 +6,9 @@ use pyo3::types::{
     PyBool, PyBytes, PyCFunction, PyComplex, PyDict, PyFloat, PyInt, PyList, PySlice, PyString,
     PyTuple, PyType,
 };
+use vllm_neuron_core::key::{HIGHER_ORDER_OPERATORS, MAX_ARGUMENT_DEPTH};
 
 use super::{Name, Numbers, Walk, address};
-
-/// Higher-order operators whose arguments hold all that they do: nested graphs, operators, values.
-///
-/// Source: `torch/_higher_order_ops` of torch 2.13. Not here are those whose arguments point into
-/// tables of the process (Triton kernels) or at Python objects (torchbind, leaf functions, print).
-const HIGHER_ORDER_OPERATORS: [&str; 13] = [
-    "associative_scan",
-    "auto_functionalized",
-    "auto_functionalized_v2",
-    "cond",
-    "flex_attention",
-    "hints_wrapper",
-    "invoke_subgraph",
-    "map_impl",
-    "out_dtype",
-    "scan",
-    "while_loop",
-    "wrap_with_autocast",
-    "wrap_with_set_grad_enabled",
-];
-/// Deepest nesting of containers in an argument.
-const MAX_ARGUMENT_DEPTH: usize = 64;
 
 impl<'py> Walk<'py> {
     /// Count, then name and argument, sorted by name.

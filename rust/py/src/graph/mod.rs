@@ -14,13 +14,11 @@ use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyCFunction, PyDict, PyString, PyTuple};
+use vllm_neuron_core::key::MAX_GRAPH_DEPTH;
 use vllm_neuron_core::key::token::TokenWriter;
 
 use self::torch::Torch;
 use crate::error::exception;
-
-/// Deepest nesting of graphs.
-const MAX_GRAPH_DEPTH: usize = 16;
 
 /// The canonical bytes of `graph_module`.
 pub(crate) fn graph_bytes(graph_module: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
