@@ -132,14 +132,15 @@ _ROWS = (
     # Caches.
     Variable("VLLM_CACHE_ROOT", "path", None, _ACTS, _NOT, "root of the caches (~/.cache/vllm)"),
     Variable("TORCH_CACHING_PRECOMPILE", "bool", None, _ACTS, _NOT, "0 turns the Precompile Cache off"),
-    Variable("NEURON_COMPILED_ARTIFACTS", "path", None, _LATER, _NOT, "additional read-write NEFF store"),
-    Variable("NEURON_LIBTORCH_REMOTE_CACHE", "path", None, _LATER, _NOT, "shared NEFF store", aliases=_old("REMOTE_CACHE")),
+    Variable("NEURON_COMPILED_ARTIFACTS", "path", None, _ACTS, _NOT, "additional cache directory, read and written"),
+    Variable("NEURON_LIBTORCH_REMOTE_CACHE", "path", None, _ACTS, _NOT, "shared cache directory, read before anything is compiled", aliases=_old("REMOTE_CACHE")),
+    Variable("VLLM_NEURON_CACHE_PROMOTE", "bool", False, _ACTS, _NOT, "copy new entries to the shared cache directory"),
     Variable("NEURON_LIBTORCH_DISABLE_COMPILE_CACHE", "bool", False, _ACTS, _NOT, "no compilation cache", aliases=_old("DISABLE_COMPILE_CACHE")),
-    Variable("NEURON_LIBTORCH_COMPILATION_TIMEOUT", "int", 600, _LATER, _NOT, "seconds to wait on a holder without a sign of life", above=0, aliases=_old("COMPILATION_TIMEOUT")),
-    Variable("NEURON_LIBTORCH_PARALLEL_COMPILE_WORKERS", "int", None, _ACTS, _NOT, "compilers at a time; unset: min(8, cores, free RAM / 8 GiB)", above=0, aliases=_old("PARALLEL_COMPILE_WORKERS")),
-    Variable("NEURON_LIBTORCH_DISABLE_GRAPH_CAPTURE_BACKEND", "bool", False, _LATER, _NOT, "compile one by one in warm-up", aliases=_old("DISABLE_GRAPH_CAPTURE_BACKEND")),
-    Variable("NEURON_LIBTORCH_ASSERT_CACHE_HIT", "bool", False, _LATER, _NOT, "a cache miss is fatal", aliases=_old("ASSERT_CACHE_HIT")),
-    Variable("VLLM_NEURON_DISABLE_WARMUP_COMPILE", "bool", False, _LATER, _NOT, "a cache miss is fatal"),
+    Variable("NEURON_LIBTORCH_COMPILATION_TIMEOUT", "int", 600, _ACTS, _NOT, "seconds to wait on a holder without a sign of life", above=0, aliases=_old("COMPILATION_TIMEOUT")),
+    Variable("NEURON_LIBTORCH_PARALLEL_COMPILE_WORKERS", "int", None, _ACTS, _NOT, "compilers at a time on the node; unset: min(8, cores, free RAM / 8 GiB)", above=0, aliases=_old("PARALLEL_COMPILE_WORKERS")),
+    Variable("NEURON_LIBTORCH_DISABLE_GRAPH_CAPTURE_BACKEND", "bool", False, _ACTS, _NOT, "trace, lower and compile one graph after the other", aliases=_old("DISABLE_GRAPH_CAPTURE_BACKEND")),
+    Variable("NEURON_LIBTORCH_ASSERT_CACHE_HIT", "bool", False, _ACTS, _NOT, "a cache miss is fatal", aliases=_old("ASSERT_CACHE_HIT")),
+    Variable("VLLM_NEURON_DISABLE_WARMUP_COMPILE", "bool", False, _ACTS, _NOT, "a cache miss is fatal"),
     Variable("NEURON_LIBTORCH_CACHE_ROOT", "path", None, _NONE, _NOT, "store root outside vLLM", instead="VLLM_CACHE_ROOT is the root of the caches"),
     Variable("NEURON_COMPILE_CACHE_URL", "str", None, _NONE, _NOT, "cache of libneuronxla", instead="VLLM_CACHE_ROOT is the root of the caches"),
     Variable("NKI_COMPILE_CACHE_URL", "str", None, _FOREIGN, _NOT, "NKI's own kernel cache"),
@@ -236,6 +237,11 @@ class Settings(Mapping[str, Value]):
         """Directory of the Precompile Cache."""
         return self.cache_root / "neuron" / "precompile"
 
+    @property
+    def strict_variable(self) -> str | None:
+        """The variable that makes a cache miss fatal, if one is set."""
+        return _strict_variable(self.by_name)
+
     def key_factors(self) -> dict[str, str]:
         """Variables that enter cache keys under their own name, as canonical text."""
         rows = (VARIABLES[name] for name in sorted(self.by_name))
@@ -263,14 +269,15 @@ def read_settings(environ: Mapping[str, str] = os.environ, *, mounts: Path = _MO
         values[row.name] = value
         if value != row.default and (notice := _notice(row, source, text)):
             notices.append(notice)
-    off, strict = "NEURON_LIBTORCH_DISABLE_COMPILE_CACHE", "VLLM_NEURON_DISABLE_WARMUP_COMPILE"
-    if values[off] and values[strict]:
+    off, strict = "NEURON_LIBTORCH_DISABLE_COMPILE_CACHE", _strict_variable(values)
+    if values[off] and strict is not None:
         raise ConfigurationError(
             f"{off}=1 and {strict}=1 contradict each other: without the compilation cache every "
             "graph would have to be compiled, and that is forbidden. Unset one of them.",
             name=off,
             value="1",
         )
+    _check_directories(values, notices)
     moved = None
     if (root := values["VLLM_CACHE_ROOT"]) is None:
         # As vLLM has it (vllm.envs.get_default_cache_root).
@@ -284,7 +291,10 @@ def read_settings(environ: Mapping[str, str] = os.environ, *, mounts: Path = _MO
             )
         root = values["VLLM_CACHE_ROOT"] = Path(base) / "vllm"
         if (_file_system(root, mounts) or "").startswith("nfs"):
-            moved = Path(f"/tmp/vllm_neuron_wdir_{environ.get('USER') or os.getuid()}")
+            user = environ.get("USER", "")
+            if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", user):
+                user = str(os.getuid())
+            moved = Path(f"/tmp/vllm_neuron_wdir_{user}")
             notices.append(
                 f"{root} is on NFS, where file locks may not work: the compilation cache moves to "
                 f"{moved}, which may not survive a reboot. Set VLLM_CACHE_ROOT to choose its place."
@@ -292,6 +302,29 @@ def read_settings(environ: Mapping[str, str] = os.environ, *, mounts: Path = _MO
     assert isinstance(root, Path)
     compile_cache = (moved or root) / "neuron" / "compile_cache"
     return Settings(values, tuple(notices), compile_cache)
+
+
+def _strict_variable(values: Mapping[str, Value]) -> str | None:
+    names = ("VLLM_NEURON_DISABLE_WARMUP_COMPILE", "NEURON_LIBTORCH_ASSERT_CACHE_HIT")
+    return next((name for name in names if values[name]), None)
+
+
+def _check_directories(values: Mapping[str, Value], notices: list[str]) -> None:
+    name = "NEURON_COMPILED_ARTIFACTS"
+    place = values[name]
+    if isinstance(place, Path) and place.exists() and not place.is_dir():
+        raise ConfigurationError(
+            f"{name}={place} is not a directory: expected a directory, or a path where one can be "
+            "made.",
+            name=name,
+            value=str(place),
+        )
+    name = "NEURON_LIBTORCH_REMOTE_CACHE"
+    place = values[name]
+    if isinstance(place, Path) and not place.is_dir():
+        notices.append(
+            f"{name}={place} is not a directory: it counts as empty. Is its file system mounted?"
+        )
 
 
 def temporary_file_system(path: Path, *, mounts: Path = _MOUNTS) -> str | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 __all__ = [
+    "CacheMissError",
     "CaptureError",
     "CompileError",
     "ConfigurationError",
@@ -73,6 +74,13 @@ class GraphFormatError(NeuronError):
     """Bytes are not a canonical graph that can be built. Attributes: `offset`, `expected`, `found`.
 
     `offset` counts bytes from the start of the graph bytes.
+    """
+
+
+class CacheMissError(NeuronError, RuntimeError):
+    """Graphs are in no cache and compiling is forbidden. Attribute: `missing`.
+
+    `missing` is a list of `[bucket, key]`.
     """
 
 

@@ -8,12 +8,9 @@ lowered module). All graphs of a start go through one `Pipeline`, which counts w
 from __future__ import annotations
 
 import logging
-import os
-import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm_neuron import _core
@@ -27,96 +24,22 @@ from vllm_neuron.binding import (
     spec_of,
 )
 from vllm_neuron.cache import keys
-from vllm_neuron.cache.precompile import CachedTrace
-from vllm_neuron.errors import ExecutionError, GraphKeyError, NeffError
+from vllm_neuron.compile_pool import Progress, Work, run_largest_first
+from vllm_neuron.errors import CacheMissError, ExecutionError, GraphKeyError
+from vllm_neuron.graph_job import GraphJob, GraphSpec, PipelineCounters
+from vllm_neuron.graph_maker import GraphMaker
 
 if TYPE_CHECKING:
     import torch
 
-    from vllm_neuron.cache.compilation import CompilationCache, CompiledNeff
+    from vllm_neuron.cache.compilation import CompilationCache
     from vllm_neuron.cache.precompile import PrecompileCache
     from vllm_neuron.capture import CapturedGraph
     from vllm_neuron.compiler.base import Compiler
-    from vllm_neuron.lowering.module import LoweredModule
     from vllm_neuron.lowering.native import NativeLowering
-    from vllm_neuron.runtime.base import DeviceTensor, LoadedModel, Runtime
-    from vllm_neuron.trace_record import TraceRecord
+    from vllm_neuron.runtime.base import DeviceTensor, Runtime
 
-__all__ = ["GraphSpec", "Pipeline", "PipelineCounters", "default_workers"]
-
-#: Memory to have free for each compiler that runs at the same time (spec CM-20).
-MEMORY_PER_WORKER = 8 << 30
-#: The most compilers at a time without being asked for more (spec CM-20).
-MOST_WORKERS = 8
-
-#: While graphs are being compiled, one line at least this often says how far it is (spec OB-3).
-PROGRESS_INTERVAL_S = 30.0
-
-
-def default_workers() -> int:
-    """Return how many graphs to compile at a time: what cores and free memory allow, at least 1."""
-    cores = len(os.sched_getaffinity(0))
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1, min(MOST_WORKERS, cores, free // MEMORY_PER_WORKER))
-
-
-@dataclass(frozen=True, slots=True)
-class GraphSpec:
-    """One graph to have ready.
-
-    Attributes:
-        bucket: its name, unique in a start, such as `prefill_s128`.
-        step: the module whose forward is the graph.
-        args: example arguments, tensors in nested tuples, lists or dicts; only their shapes and
-            dtypes matter.
-    """
-
-    bucket: str
-    step: torch.nn.Module
-    args: tuple[Any, ...]
-
-
-@dataclass(slots=True)
-class PipelineCounters:
-    """What one start did. `*_s` are seconds of work, added up over graphs."""
-
-    graphs: int = 0
-    traces: int = 0
-    trace_hits: int = 0
-    lowerings: int = 0
-    lowering_hits: int = 0
-    compilations: int = 0
-    neff_hits: int = 0
-    trace_s: float = 0.0
-    lower_s: float = 0.0
-    compile_s: float = 0.0
-    load_s: float = 0.0
-
-    @property
-    def precompile_state(self) -> str:
-        """`cold`, `partly warm` or `warm` (spec PC-14)."""
-        if self.trace_hits == 0:
-            return "cold"
-        return "warm" if self.trace_hits == self.graphs else "partly warm"
-
-
-@dataclass(slots=True)
-class _Job:
-    """A graph on its way: what is known of it so far."""
-
-    spec: GraphSpec
-    trace_key: _core.Key
-    trace_factors: dict[str, Any]
-    trace: TraceRecord | None = None
-    module: LoweredModule | None = None
-    graph_digest: str | None = None
-    model: LoadedModel | None = None
-
-
-def _raise_first_failure(futures: Iterable[Future[None]]) -> None:
-    for future in futures:
-        if future.done():
-            future.result()
+__all__ = ["GraphSpec", "Pipeline", "PipelineCounters"]
 
 
 class Pipeline:
@@ -129,12 +52,14 @@ class Pipeline:
         key_arguments: the same in canonical form, part of the keys.
         lowering: lowers captured graphs; started on the first miss only.
         compiler: compiles lowered modules.
-        runtime: loads and runs NEFFs.
+        runtime: loads and runs NEFFs; None to compile only.
         precompile: the Precompile Cache, or None when it is off.
         compilation: the compilation cache.
         model: what else can change a graph: factors of the trace key by name.
         describe: what `vllm-neuron cache ls` shows of the entries, e.g. `{"model": ...}`.
-        workers: how many graphs are lowered and compiled at a time.
+        workers: how many graphs are lowered and compiled at a time, by all processes of the node
+            that share the compilation cache.
+        one_by_one: trace, lower and compile each graph before the next one is traced.
         logger: where the log lines go.
     """
 
@@ -147,18 +72,18 @@ class Pipeline:
         key_arguments: Sequence[str],
         lowering: NativeLowering,
         compiler: Compiler,
-        runtime: Runtime,
+        runtime: Runtime | None,
         precompile: PrecompileCache | None,
         compilation: CompilationCache,
         model: Mapping[str, Any],
         describe: Mapping[str, Any],
         workers: int,
         logger: logging.Logger,
+        one_by_one: bool = False,
     ) -> None:
         self.counters = PipelineCounters()
         self._route = route
         self._level = level
-        self._arguments = tuple(arguments)
         self._key_arguments = tuple(key_arguments)
         self._lowering = lowering
         self._compiler = compiler
@@ -166,10 +91,23 @@ class Pipeline:
         self._precompile = precompile
         self._compilation = compilation
         self._model = dict(model)
-        self._describe = dict(describe)
         self._workers = workers
+        self._one_by_one = one_by_one
         self._logger = logger
-        self._counting = threading.Lock()
+        self._maker = GraphMaker(
+            route=route,
+            arguments=arguments,
+            key_arguments=key_arguments,
+            lowering=lowering,
+            compiler=compiler,
+            runtime=runtime,
+            precompile=precompile,
+            compilation=compilation,
+            describe=describe,
+            workers=workers,
+            counters=self.counters,
+            logger=logger,
+        )
         self._weights: dict[tuple[Any, ...], tuple[torch.Tensor, DeviceTensor]] = {}
 
     def build(
@@ -184,9 +122,10 @@ class Pipeline:
                 call. Weights are uploaded here, once for all graphs of this pipeline.
 
         Returns:
-            The graphs by bucket name.
+            The graphs by bucket name; none without a runtime.
 
         Raises:
+            CacheMissError: compiling is forbidden and graphs are in no cache; it lists them all.
             CaptureError: a step is not one static graph.
             LoweringError: an operator cannot be lowered.
             CompileError: the compiler failed.
@@ -203,11 +142,13 @@ class Pipeline:
             self._make_models(jobs)
         finally:
             self._lowering.close()
-        graphs = {job.spec.bucket: self._bind(job, tensors) for job in jobs}
+        graphs = {}
+        if self._runtime is not None:
+            graphs = {job.spec.bucket: self._bind(job, tensors) for job in jobs}
         self._log_summary()
         return graphs
 
-    def _look_up_trace(self, spec: GraphSpec, described: tuple[str, Any]) -> _Job:
+    def _look_up_trace(self, spec: GraphSpec, described: tuple[str, Any]) -> GraphJob:
         state, weights = described
         factors = keys.trace_factors(
             bucket=spec.bucket,
@@ -220,56 +161,83 @@ class Pipeline:
             weights=weights,
             model=self._model,
         )
-        job = _Job(spec, keys.key_of("trace", factors), factors)
+        job = GraphJob(spec, keys.key_of("trace", factors), factors)
         if self._precompile is not None:
             found = self._precompile.load(job.trace_key, factors, spec.step, spec.args)
             if found is not None:
                 self.counters.trace_hits += 1
+                job.is_from_cache = True
                 job.trace, job.module = found.trace, found.module
                 job.graph_digest = found.graph_digest
         return job
 
-    def _make_models(self, jobs: Sequence[_Job]) -> None:
-        """Trace what is unknown, one graph after the other; the rest goes on on other threads.
+    def _make_models(self, jobs: Sequence[GraphJob]) -> None:
+        """Trace what is unknown, one graph after the other, then do the rest on a pool.
 
-        Dynamo is not thread-safe, so only one thread traces.
+        Dynamo is not thread-safe, so only this thread traces.
         """
-        started = time.monotonic()
-        running: dict[Future[None], str] = {}
-        with ThreadPoolExecutor(self._workers, thread_name_prefix="neuron-compile") as pool:
-            try:
-                for job in jobs:
-                    _raise_first_failure(running)
-                    graph = self._trace(job) if job.module is None else None
-                    running[pool.submit(self._make_model, job, graph)] = job.spec.bucket
-                self._wait(running, started)
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        batches = [[job] for job in jobs] if self._one_by_one else [jobs]
+        for batch in batches:
+            self._trace_unknown(batch)
+            self._run(batch)
+            doubtful = [job for job in batch if job.doubt is not None]
+            for job in doubtful:
+                self._distrust(job)
+            if doubtful:
+                self._trace_unknown(doubtful)
+                self._run(doubtful)
+        if self._maker.missing:
+            raise self._all_missing()
 
-    def _wait(self, running: Mapping[Future[None], str], started: float) -> None:
-        pending = set(running)
-        while pending:
-            done, pending = wait(pending, timeout=PROGRESS_INTERVAL_S, return_when=FIRST_EXCEPTION)
-            for future in done:
-                future.result()
-            if pending:
-                self._logger.info(
-                    "Compiling: %d of %d graphs done after %.0f s, in work: %s",
-                    len(running) - len(pending),
-                    len(running),
-                    time.monotonic() - started,
-                    ", ".join(sorted(running[future] for future in pending)[:8]),
-                )
+    def _trace_unknown(self, jobs: Sequence[GraphJob]) -> None:
+        for job in jobs:
+            if job.module is None:
+                job.graph = self._trace(job)
 
-    def _trace(self, job: _Job) -> CapturedGraph:
+    def _run(self, jobs: Sequence[GraphJob]) -> None:
+        flights = self._compilation.flights
+        progress = Progress(
+            len(jobs), waiting=flights.waiting if flights else frozenset(), logger=self._logger
+        )
+
+        run_largest_first(
+            [Work(job.spec.bucket, job.size, partial(self._maker.make, job)) for job in jobs],
+            workers=1 if self._one_by_one else self._workers,
+            progress=progress,
+            stop=self._maker.stop,
+        )
+
+    def _distrust(self, job: GraphJob) -> None:
+        """Forget what the Precompile Cache said of a graph."""
+        assert self._precompile is not None
+        self._precompile.discard(job.trace_key, job.spec.bucket, str(job.doubt))
+        self.counters.add(trace_hits=-1, discards=1)
+        job.trace = job.module = job.graph_digest = job.doubt = None
+        job.is_from_cache = False
+
+    def _all_missing(self) -> CacheMissError:
+        missing = sorted(pair for error in self._maker.missing for pair in error.details["missing"])
+        tiers = self._compilation.tiers
+        places = tiers.directories().items() if tiers is not None else ()
+        return CacheMissError(
+            f"{self._compilation.strict}=1 forbids compiling, and {len(missing)} of "
+            f"{self.counters.graphs} graphs are in no cache:\n"
+            + "".join(f"  {bucket}: key {key[:32]}\n" for bucket, key in missing)
+            + "Looked in "
+            + ", ".join(f"{tier} {place}" for tier, place in places)
+            + f". Compile them with VLLM_NEURON_CPU_COMPILE=1, fetch them, or unset "
+            f"{self._compilation.strict}.",
+            missing=missing,
+        )
+
+    def _trace(self, job: GraphJob) -> CapturedGraph:
         from vllm_neuron.capture import capture
 
         started = time.monotonic()
         graph = capture(job.spec.step, job.spec.args, bucket=job.spec.bucket)
         seconds = time.monotonic() - started
-        self.counters.traces += 1
-        self.counters.trace_s += seconds
+        self.counters.add(traces=1)
+        self.counters.spent(job.spec.bucket, "trace", seconds)
         job.trace = graph.record
         self._logger.info("Traced %s in %.2f s", job.spec.bucket, seconds)
         try:
@@ -279,112 +247,7 @@ class Pipeline:
             self._logger.warning("%s is not cached: %s", job.spec.bucket, error)
         return graph
 
-    def _make_model(self, job: _Job, graph: CapturedGraph | None) -> None:
-        if graph is not None:
-            job.module = self._lower(job, graph)
-            if self._precompile is not None and job.graph_digest is not None:
-                assert job.trace is not None
-                self._precompile.store(
-                    job.trace_key,
-                    job.trace_factors,
-                    CachedTrace(job.trace, job.module, job.graph_digest),
-                    describe=self._described(job),
-                )
-        job.model = self._load(job, self._compile(job))
-
-    def _lower(self, job: _Job, graph: CapturedGraph) -> LoweredModule:
-        if job.graph_digest is None:
-            return self._lower_now(job, graph)
-        assert job.trace is not None
-        factors = keys.lowering_factors(
-            graph_digest=job.graph_digest,
-            aliases=job.trace.aliases,
-            inputs=[(item.spec.shape, item.spec.dtype) for item in job.trace.inputs],
-            route=self._route,
-            lowering_versions=self._lowering.versions(),
-        )
-        key = keys.key_of("lowering", factors)
-        found = self._compilation.load_module(
-            key,
-            inputs=[item.spec for item in job.trace.inputs],
-            outputs=job.trace.outputs,
-            aliases=job.trace.aliases,
-        )
-        if found is not None:
-            self._count(lowering_hits=1)
-            return found
-        module = self._lower_now(job, graph)
-        self._compilation.store_module(key, factors, module, describe=self._described(job))
-        return module
-
-    def _lower_now(self, job: _Job, graph: CapturedGraph) -> LoweredModule:
-        started = time.monotonic()
-        module = self._lowering.lower(graph, bucket=job.spec.bucket)
-        seconds = time.monotonic() - started
-        self._count(lowerings=1, lower_s=seconds)
-        self._logger.info("Lowered %s in %.2f s", job.spec.bucket, seconds)
-        return module
-
-    def _compile(self, job: _Job) -> CompiledNeff:
-        module = job.module
-        assert module is not None
-        assert job.trace is not None
-        # Positions, not parameter names: equal graphs of different models share a NEFF.
-        input_names = [f"input{position}" for position in range(len(job.trace.inputs))]
-        output_names = [f"output{position}" for position in range(len(job.trace.outputs))]
-        factors = keys.neff_factors(
-            module_digest=_core.digest(module.data),
-            compiler_arguments=self._key_arguments,
-            compiler=self._compiler.key_factors(),
-            route=self._route,
-        )
-        key = keys.key_of("neff", factors)
-
-        def compile_module() -> bytes:
-            started = time.monotonic()
-            data = self._compiler.compile(
-                module,
-                bucket=job.spec.bucket,
-                arguments=self._arguments,
-                input_names=input_names,
-                output_names=output_names,
-            )
-            self._count(compilations=1, compile_s=time.monotonic() - started)
-            return data
-
-        neff = self._compilation.neff(
-            key,
-            factors,
-            module,
-            compile_module,
-            bucket=job.spec.bucket,
-            describe=self._described(job),
-        )
-        if neff.hit:
-            self._count(neff_hits=1)
-        return neff
-
-    def _load(self, job: _Job, neff: CompiledNeff) -> LoadedModel:
-        started = time.monotonic()
-        try:
-            model = self._load_neff(job, neff)
-        except (ExecutionError, NeffError) as error:
-            if not neff.hit:
-                raise
-            self._compilation.discard_neff(neff.key, f"it does not load: {error}")
-            self._count(neff_hits=-1)
-            model = self._load_neff(job, self._compile(job))
-        self._count(load_s=time.monotonic() - started)
-        return model
-
-    def _load_neff(self, job: _Job, neff: CompiledNeff) -> LoadedModel:
-        assert job.trace is not None
-        # Fresh NEFFs are verified before they are kept, cached ones by their entry's checksums.
-        return self._runtime.load(
-            neff.data, aliases=job.trace.aliases, bucket=job.spec.bucket, is_verified=True
-        )
-
-    def _bind(self, job: _Job, tensors: Mapping[str, DeviceTensor]) -> BoundGraph:
+    def _bind(self, job: GraphJob, tensors: Mapping[str, DeviceTensor]) -> BoundGraph:
         assert job.trace is not None
         assert job.model is not None
         return BoundGraph(
@@ -397,7 +260,7 @@ class Pipeline:
         )
 
     def _bound_inputs(
-        self, job: _Job, tensors: Mapping[str, DeviceTensor]
+        self, job: GraphJob, tensors: Mapping[str, DeviceTensor]
     ) -> dict[int, DeviceTensor]:
         assert job.trace is not None
         bound = {}
@@ -421,26 +284,12 @@ class Pipeline:
 
     def _upload(self, weight: torch.Tensor) -> DeviceTensor:
         """Upload a weight once, however many graphs and names it has."""
+        assert self._runtime is not None
         identity = memory_of(weight)
         if identity not in self._weights:
             # The tensor is kept: its address must not be used again while it is an identity.
             self._weights[identity] = (weight, self._runtime.upload(weight.detach()))
         return self._weights[identity][1]
-
-    def _load_neff(self, job: _Job, neff: CompiledNeff) -> LoadedModel:
-        assert job.trace is not None
-        # Fresh NEFFs are verified before they are kept, cached ones by their entry's checksums.
-        return self._runtime.load(
-            neff.data, aliases=job.trace.aliases, bucket=job.spec.bucket, is_verified=True
-        )
-
-    def _count(self, **amounts: float) -> None:
-        with self._counting:
-            for name, amount in amounts.items():
-                setattr(self.counters, name, getattr(self.counters, name) + amount)
-
-    def _described(self, job: _Job) -> dict[str, Any]:
-        return {**self._describe, "bucket": job.spec.bucket, "route": self._route}
 
     def _log_summary(self) -> None:
         done = self.counters
@@ -462,3 +311,14 @@ class Pipeline:
             done.compilations,
             done.compile_s,
         )
+        for name, cache in (("traces", self._precompile), ("NEFFs", self._compilation)):
+            tiers = cache.tiers if cache is not None else None
+            if tiers is not None and tiers.remote is not None:
+                hits, misses = (tiers.requests["remote", result] for result in ("hit", "miss"))
+                self._logger.info(
+                    "Remote cache %s: remote hit %d/%d (%s)",
+                    tiers.remote.root,
+                    hits,
+                    hits + misses,
+                    name,
+                )

@@ -151,5 +151,5 @@ def test_torch_mlir_stays_out_of_this_process(lowering):
 
 def test_versions_need_no_child():
     native = NativeLowering()
-    assert set(native.versions()) == {"torch-mlir", "jaxlib", "lowering-sources"}
+    assert set(native.versions()) == {"torch-mlir", "jaxlib"}
     assert native.child_pid is None

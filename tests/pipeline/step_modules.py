@@ -11,6 +11,7 @@ from torch import nn
 
 from vllm_neuron.cache.compilation import CompilationCache
 from vllm_neuron.cache.precompile import PrecompileCache
+from vllm_neuron.cache.tiers import Tiers
 from vllm_neuron.compiler.arguments import HOST_TARGET, compiler_arguments
 from vllm_neuron.compiler.host import HostCompiler
 from vllm_neuron.lowering.native import NativeLowering
@@ -67,7 +68,24 @@ def make_pipeline(
     precompile: bool = True,
     model: dict[str, Any] | None = None,
     compiler: Any = None,
+    remote: Path | None = None,
+    artifacts: Path | None = None,
+    promotes: bool = False,
+    strict: str | None = None,
+    timeout_s: float = 600,
+    workers: int = 2,
+    one_by_one: bool = False,
 ) -> Pipeline:
+    def tiers(folder: str, name: str) -> Tiers:
+        return Tiers(
+            root / folder,
+            name=name,
+            logger=logger,
+            remote=remote,
+            artifacts=artifacts,
+            promotes=promotes,
+        )
+
     arguments = compiler_arguments(level, extra=extra, target=HOST_TARGET)
     return Pipeline(
         route="native",
@@ -77,14 +95,20 @@ def make_pipeline(
         lowering=NativeLowering(),
         compiler=compiler or HostCompiler(),
         runtime=HostRuntime(),
-        precompile=PrecompileCache(root / "precompile", logger=logger)
+        precompile=PrecompileCache(tiers("precompile", "Precompile Cache"), logger=logger)
         if precompile and root
         else None,
-        compilation=CompilationCache(root / "compile_cache" if root else None, logger=logger),
+        compilation=CompilationCache(
+            tiers("compile_cache", "Compilation cache") if root else None,
+            logger=logger,
+            timeout_s=timeout_s,
+            strict=strict,
+        ),
         model=model or {"class": "tests"},
         describe={"model": "tests"},
-        workers=2,
+        workers=workers,
         logger=logger,
+        one_by_one=one_by_one,
     )
 
 

@@ -1,9 +1,9 @@
 """Compilation cache: lowered modules by graph, NEFFs by module.
 
-Two kinds of entry below `$VLLM_CACHE_ROOT/neuron/compile_cache`: "lowering" (graph key to module)
-and "neff" (module, compiler arguments and compiler to NEFF). Equal graphs of different models,
-ranks or servers share both. A failed compilation is never kept (spec CC-64), and one process per
-node compiles a given key (spec CC-6).
+Two kinds of entry below `$VLLM_CACHE_ROOT/neuron/compile_cache` and in the tiers behind it:
+"lowering" (graph key to module) and "neff" (module, compiler arguments and compiler to NEFF). Equal
+graphs of different models, ranks or servers share both. A failed compilation is never kept (spec
+CC-64), and one process per node compiles or fetches a given key (spec CC-6).
 """
 
 from __future__ import annotations
@@ -13,20 +13,18 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from vllm_neuron import _core
 from vllm_neuron.cache import keys
-from vllm_neuron.cache.entries import EntryStore
-from vllm_neuron.errors import StoreError
+from vllm_neuron.cache.explain import MissReasons
+from vllm_neuron.cache.single_flight import Flights, SharedFailure
+from vllm_neuron.cache.tiers import Tiers
+from vllm_neuron.errors import CacheMissError, NeuronError
 from vllm_neuron.lowering.module import LoweredModule
 from vllm_neuron.trace_record import TensorSpec
 
 __all__ = ["CompilationCache", "CompiledNeff"]
-
-#: How often a waiter says whom it waits for (spec OB-3).
-WAIT_LINE_INTERVAL_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +37,31 @@ class CompiledNeff:
 
 
 class CompilationCache:
-    """Lowering and NEFF entries in one directory.
+    """Lowering and NEFF entries.
 
     Args:
-        root: directory of the entries, or None for no cache: then nothing is looked up or kept.
+        tiers: directories of the entries, or None for no cache: then nothing is looked up or kept.
         logger: where hits, misses and their reasons are written.
+        timeout_s: how long to wait for another process that gives no sign of life.
+        strict: name of the variable that forbids compiling, or None.
     """
 
-    def __init__(self, root: Path | None, *, logger: logging.Logger) -> None:
-        self.entries = (
-            EntryStore(root, name="Compilation cache", logger=logger) if root is not None else None
+    def __init__(
+        self,
+        tiers: Tiers | None,
+        *,
+        logger: logging.Logger,
+        timeout_s: float = 600.0,
+        strict: str | None = None,
+    ) -> None:
+        self.tiers = tiers
+        self.strict = strict
+        self.flights = (
+            Flights(tiers.local, logger=logger, timeout_s=timeout_s) if tiers is not None else None
         )
+        #: Why NEFFs were not found, by bucket.
+        self.misses: dict[str, tuple[_core.Key, str]] = {}
+        self._reasons = MissReasons(tiers, "neff") if tiers is not None else None
         self._logger = logger
 
     def load_module(
@@ -61,7 +73,7 @@ class CompilationCache:
         aliases: Mapping[int, int],
     ) -> LoweredModule | None:
         """Look up the module that a graph lowers to."""
-        entry = self.entries.get("lowering", key.hex) if self.entries is not None else None
+        entry = self.tiers.find("lowering", key) if self.tiers is not None else None
         if entry is None:
             return None
         try:
@@ -86,26 +98,16 @@ class CompilationCache:
         describe: Mapping[str, Any],
     ) -> None:
         """Keep a lowered module."""
-        if self.entries is not None:
-            self.entries.put(
+        if self.tiers is not None:
+            self.tiers.put(
                 "lowering",
-                key.hex,
+                key,
                 {
                     "record": keys.canonical_json({**describe, "route": module.route}),
                     "factors": keys.canonical_json(dict(factors)),
                     "module": module.data,
                 },
             )
-
-    def load_neff(self, key: _core.Key) -> CompiledNeff | None:
-        """Look a NEFF up; the bytes are the pages of the mapped entry."""
-        entry = self.entries.get("neff", key.hex) if self.entries is not None else None
-        if entry is None:
-            return None
-        if "neff" not in entry.sections:
-            self._set_aside("neff", key, "it has no NEFF section")
-            return None
-        return CompiledNeff(data=entry.section("neff"), key=key, hit=True)
 
     def neff(
         self,
@@ -128,40 +130,71 @@ class CompilationCache:
             describe: what `vllm-neuron cache ls` shows of the entry.
 
         Raises:
-            CompileError: the compiler failed.
+            CacheMissError: there is none and compiling is forbidden.
+            CompileError: the compiler failed, here or in the process that this one waited for.
             NeffError: the compiler's output is not a NEFF.
         """
-        found = self.load_neff(key)
+        self._logger.info("Compilation cache key: %s (%s)", key.short, bucket)
+        if self.tiers is None or self.flights is None:
+            self._logger.info("Cache disabled - forcing recompilation for key: %s", key.short)
+            return self._compile(key, compile_module, bucket=bucket)
+        found = self._taken_from(self.tiers.find_near("neff", key), key)
         if found is not None:
             self._logger.info("Local cache hit for key: %s (%s)", key.short, bucket)
             return found
-        if self.entries is None:
-            self._logger.info("Cache disabled - forcing recompilation for key: %s", key.short)
-            return self._compile(key, compile_module, bucket=bucket)
-        self._logger.info("Local cache miss for key: %s (%s)", key.short, bucket)
-        with _SingleFlight(self.entries, key, bucket, self._logger):
-            found = self.load_neff(key)
-            if found is not None:
-                self._logger.info(
-                    "Lock acquired but local cache already populated: %s (%s)", key.short, bucket
+        assert self._reasons is not None
+        reason = self._reasons.why(factors, bucket=bucket)
+        self._logger.info("Local cache miss for key: %s (%s): %s", key.short, bucket, reason)
+        try:
+            with self.flights.flight(key, bucket) as tell_failure:
+                found = self._taken_from(self.tiers.find_near("neff", key), key)
+                if found is not None:
+                    self._logger.info(
+                        "Lock acquired but local cache already populated: %s (%s)",
+                        key.short,
+                        bucket,
+                    )
+                    return found
+                found = self._taken_from(self.tiers.fetch("neff", key), key)
+                if found is not None:
+                    return found
+                self.misses[bucket] = (key, reason)
+                if self.strict is not None:
+                    raise CacheMissError(
+                        f"{bucket}: key {key.short} is in no cache: {reason}",
+                        missing=[[bucket, key.hex]],
+                    )
+                try:
+                    compiled = self._compile(key, compile_module, bucket=bucket)
+                except NeuronError as error:
+                    tell_failure(error)
+                    raise
+                self.tiers.put(
+                    "neff",
+                    key,
+                    {
+                        "record": keys.canonical_json(dict(describe)),
+                        "factors": keys.canonical_json(dict(factors)),
+                        "neff": compiled.data,
+                        "module": module.data,
+                    },
                 )
-                return found
-            compiled = self._compile(key, compile_module, bucket=bucket)
-            self.entries.put(
-                "neff",
-                key.hex,
-                {
-                    "record": keys.canonical_json(dict(describe)),
-                    "factors": keys.canonical_json(dict(factors)),
-                    "neff": compiled.data,
-                    "module": module.data,
-                },
-            )
+        except SharedFailure as failure:
+            raise failure.error from None
         return compiled
 
     def discard_neff(self, key: _core.Key, reason: str) -> None:
         """Take away a NEFF that does not load, so that it is compiled once more (spec CC-22)."""
         self._set_aside("neff", key, reason)
+
+    def _taken_from(self, entry: _core.Entry | None, key: _core.Key) -> CompiledNeff | None:
+        """The NEFF of an entry; its bytes are the mapped pages."""
+        if entry is None:
+            return None
+        if "neff" not in entry.sections:
+            self._set_aside("neff", key, "it has no NEFF section")
+            return None
+        return CompiledNeff(data=entry.section("neff"), key=key, hit=True)
 
     def _compile(
         self, key: _core.Key, compile_module: Callable[[], bytes], *, bucket: str
@@ -182,49 +215,5 @@ class CompilationCache:
         self._logger.warning(
             "Compilation cache: the %s entry %s is set aside: %s", kind, key.short, reason
         )
-        if self.entries is not None:
-            self.entries.remove(kind, key.hex)
-
-
-class _SingleFlight:
-    """Hold a key's lock while compiling. Without a usable lock the compilation is private.
-
-    A lock that cannot be taken costs at most a double compilation, never a wrong entry: an entry
-    appears only by an atomic link.
-    """
-
-    def __init__(
-        self, entries: EntryStore, key: _core.Key, bucket: str, logger: logging.Logger
-    ) -> None:
-        self._entries = entries
-        self._key = key
-        self._bucket = bucket
-        self._logger = logger
-        self._lock: _core.KeyLock | None = None
-
-    def __enter__(self) -> None:
-        try:
-            lock = self._entries.lock(self._key.hex, note=self._bucket)
-            started = time.monotonic()
-            timeout_s = 0.0
-            while not lock.acquire(timeout_s):
-                holder = lock.holder() or {}
-                self._logger.info(
-                    "Waiting for shared compilation by process %s (%s), %.0f s so far",
-                    holder.get("pid", "unknown"),
-                    holder.get("note") or self._bucket,
-                    time.monotonic() - started,
-                )
-                timeout_s = WAIT_LINE_INTERVAL_S
-            self._lock = lock
-        except (OSError, StoreError) as error:
-            self._logger.warning(
-                "Compilation cache: no lock for key %s, compiling without coordination: %s",
-                self._key.short,
-                error,
-            )
-
-    def __exit__(self, *_: object) -> None:
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+        if self.tiers is not None:
+            self.tiers.remove(kind, key)

@@ -6,16 +6,21 @@ directory must neither stop a server nor be silent.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-from collections.abc import Iterator, Mapping
+import stat
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from vllm_neuron import _core
 from vllm_neuron.errors import StoreError
 
-__all__ = ["EntryStore"]
+__all__ = ["EntryStore", "open_to_readers", "sections_of"]
+
+#: Most entries that are read to explain a miss; the newest ones are the likeliest to be near.
+MOST_COMPARED = 256
 
 
 class EntryStore:
@@ -43,7 +48,10 @@ class EntryStore:
     def put(self, kind: str, key: str, sections: Mapping[str, bytes | memoryview]) -> bool:
         """Publish an entry; False if it was there already or could not be written."""
         try:
-            return self._store.put(kind, key, sections)
+            is_new = self._store.put(kind, key, sections)
+            if is_new:
+                open_to_readers(self.root, key)
+            return is_new
         except (OSError, StoreError) as error:
             # Every further write fails for the same reason: one line says it.
             if self._write_failure is None:
@@ -64,21 +72,27 @@ class EntryStore:
         """Return the single-flight lock of a key; `note` says to waiters what its holder does."""
         return self._store.lock(key, note=note)
 
-    def sections(self, kind: str, section: str) -> Iterator[Any]:
-        """Yield the JSON value of one section of every readable entry of a kind.
+    def described(self, kind: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """Yield the record and the factors of the newest entries of a kind.
 
-        The cost grows with the number of entries; only explaining a miss pays it.
+        Only explaining a miss pays for it. What has no such sections is passed over.
         """
-        for info in self._store.entries():
-            if info.kind != kind or section not in info.sections:
+        found = [info for info in self._store.entries() if info.kind == kind]
+        found.sort(key=lambda info: -info.modified_s)
+        names = ("record", "factors")
+        for info in found[:MOST_COMPARED]:
+            if not set(names) <= set(info.sections):
                 continue
-            entry = self._store.get(kind, info.key)
+            entry = self._store.get(kind, info.key, verify=names)
             if entry is None:
                 continue
             try:
-                yield json.loads(bytes(entry.section(section)))
+                record, factors = (json.loads(bytes(entry.section(name))) for name in names)
             except (ValueError, RecursionError) as error:
                 self._logger.warning("%s: %s: %s", self._name, info.path, error)
+                continue
+            if isinstance(factors, dict):
+                yield record if isinstance(record, dict) else {}, factors
         self._log_problems()
 
     def counters(self) -> dict[str, int]:
@@ -87,4 +101,27 @@ class EntryStore:
 
     def _log_problems(self) -> None:
         for problem in self._store.take_problems():
-            self._logger.warning("%s: %s: %s", self._name, problem.path, problem.reason)
+            self._logger.warning("%s: %s", self._name, problem.reason)
+
+
+def sections_of(entry: _core.Entry) -> dict[str, memoryview]:
+    """The content of an entry, in file order, so that a copy has the same bytes."""
+    names: Sequence[str] = tuple(entry.sections)
+    return {name: entry.section(name) for name in names}
+
+
+def open_to_readers(root: Path, key: str) -> None:
+    """Let those read a published entry who may read its root.
+
+    A root that the store made is private (0700), and so is all in it. A root that an operator made
+    readable, for a shared file system or in a container image, has readable entries.
+    """
+    readers = root.stat().st_mode & 0o055
+    if not readers:
+        return
+    top = root / "v1"
+    # A directory of another writer is that writer's to open.
+    for directory in (top, top / key[:2]):
+        with contextlib.suppress(PermissionError):
+            directory.chmod(stat.S_IMODE(directory.stat().st_mode) | readers)
+    (top / key[:2] / key).chmod(0o400 | readers & 0o044)

@@ -11,13 +11,13 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_neuron import _core
 from vllm_neuron.binding import argument_leaves, find_tensor, spec_of
 from vllm_neuron.cache import keys
-from vllm_neuron.cache.entries import EntryStore
+from vllm_neuron.cache.explain import MissReasons
+from vllm_neuron.cache.tiers import Tiers
 from vllm_neuron.lowering.module import LoweredModule
 from vllm_neuron.premises import broken_premise
 from vllm_neuron.trace_record import TensorSpec, TraceRecord
@@ -41,19 +41,21 @@ class CachedTrace:
 
 
 class PrecompileCache:
-    """Trace entries below `$VLLM_CACHE_ROOT/neuron/precompile`.
+    """Trace entries below `$VLLM_CACHE_ROOT/neuron/precompile` and in the tiers behind it.
 
     Args:
-        root: directory of the entries.
+        tiers: directories of the entries.
         logger: where hits, misses and their reasons are written.
     """
 
     KIND = "trace"
 
-    def __init__(self, root: Path, *, logger: logging.Logger) -> None:
-        self.entries = EntryStore(root, name="Precompile Cache", logger=logger)
+    def __init__(self, tiers: Tiers, *, logger: logging.Logger) -> None:
+        self.tiers = tiers
+        #: Why traces were not found, by bucket.
+        self.misses: dict[str, tuple[_core.Key, str]] = {}
+        self._reasons = MissReasons(tiers, self.KIND)
         self._logger = logger
-        self._known: list[dict[str, Any]] | None = None
 
     def load(
         self,
@@ -74,27 +76,34 @@ class PrecompileCache:
             The trace, or None on a miss. The reason of a miss is logged.
         """
         bucket = factors["bucket"]
-        entry = self.entries.get(self.KIND, key.hex)
-        if entry is None:
-            self._logger.info(
-                "Precompile Cache: miss for %s, key %s: %s", bucket, key.short, self._why(factors)
-            )
-            return None
-        reason: str | None
-        try:
-            found = _decode(entry)
-            reason = _mismatch(found.trace, step, args)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            # The bytes are as written, so something else than a capture wrote them.
-            reason = f"the entry cannot be read: {error!r}"
-        if reason is not None:
-            self._logger.info(
-                "Precompile Cache: miss for %s, key %s: %s", bucket, key.short, reason
-            )
-            self.entries.remove(self.KIND, key.hex)
-            return None
-        self._logger.info("Precompile Cache: hit for %s, key %s", bucket, key.short)
-        return found
+        reason: str | None = None
+        for look_up in (self.tiers.find_near, self.tiers.fetch):
+            entry = look_up(self.KIND, key)
+            if entry is None:
+                continue
+            try:
+                found = _decode(entry)
+                reason = _mismatch(found.trace, step, args)
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                # The bytes are as written, so something else than a capture wrote them.
+                reason = f"the entry cannot be read: {error!r}"
+            if reason is None:
+                self._logger.info("Precompile Cache: hit for %s, key %s", bucket, key.short)
+                return found
+            self.tiers.remove(self.KIND, key)
+        if reason is None:
+            reason = self._reasons.why(factors, bucket=bucket)
+        self._logger.info("Precompile Cache: miss for %s, key %s: %s", bucket, key.short, reason)
+        self.misses[bucket] = (key, reason)
+        return None
+
+    def discard(self, key: _core.Key, bucket: str, reason: str) -> None:
+        """Take away a trace that turned out to be wrong after it was loaded."""
+        self._logger.warning(
+            "Precompile Cache: the entry %s of %s is set aside: %s", key.short, bucket, reason
+        )
+        self.misses[bucket] = (key, reason)
+        self.tiers.remove(self.KIND, key)
 
     def store(
         self,
@@ -112,30 +121,15 @@ class PrecompileCache:
             "trace": json.loads(trace.trace.to_json()),
             "module": {"route": trace.module.route},
         }
-        self.entries.put(
+        self.tiers.put(
             self.KIND,
-            key.hex,
+            key,
             {
                 "record": keys.canonical_json(record),
                 "factors": keys.canonical_json(dict(factors)),
                 "module": trace.module.data,
             },
         )
-
-    def _why(self, factors: Mapping[str, Any]) -> str:
-        if self._known is None:
-            found = self.entries.sections(self.KIND, "factors")
-            self._known = [factors for factors in found if isinstance(factors, dict)]
-        if not self._known:
-            return "the cache is empty"
-        same_bucket = [known for known in self._known if known.get("bucket") == factors["bucket"]]
-        nearest = min(
-            (keys.differing_factors(known, factors) for known in same_bucket or self._known),
-            key=len,
-        )
-        if not nearest:
-            return "its entry was removed or set aside"
-        return "; ".join(nearest[:4]) + (f"; and {len(nearest) - 4} more" if nearest[4:] else "")
 
 
 def _decode(entry: _core.Entry) -> CachedTrace:

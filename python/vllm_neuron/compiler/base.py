@@ -33,6 +33,13 @@ class Compiler(Protocol):
         """
         ...
 
+    def stop(self) -> None:
+        """End the compilations that are running, from any thread; they raise CompileError.
+
+        No other is begun afterwards. What cannot be ended runs on to its end.
+        """
+        ...
+
     def compile(
         self,
         module: LoweredModule,

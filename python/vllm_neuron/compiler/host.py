@@ -89,6 +89,9 @@ class HostCompiler:
             factors["xla-flags"] = flags
         return factors
 
+    def stop(self) -> None:
+        """Nothing: XLA compiles in this process and cannot be ended."""
+
     def compile(
         self,
         module: LoweredModule,

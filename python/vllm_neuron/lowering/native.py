@@ -7,7 +7,6 @@ graph as data, never a weight, and this process imports no torch-mlir.
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import os
 import selectors
@@ -17,7 +16,6 @@ import sys
 import tempfile
 import threading
 import time
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -67,6 +65,7 @@ class NativeLowering:
         self._memory_limit_bytes = memory_limit_bytes
         self._child: _Child | None = None
         self._lock = threading.Lock()
+        self._is_stopped = False
 
     def __enter__(self) -> NativeLowering:
         return self
@@ -83,6 +82,17 @@ class NativeLowering:
         """End the child process; a later `lower` starts another."""
         with self._lock:
             self._drop_child()
+            self._is_stopped = False
+
+    def stop(self) -> None:
+        """Kill the child process in the middle of its work, from any thread, until `close`.
+
+        A `lower` that is in progress raises LoweringError.
+        """
+        self._is_stopped = True
+        child = self._child
+        if child is not None:
+            child.kill()
 
     @property
     def child_pid(self) -> int | None:
@@ -94,7 +104,6 @@ class NativeLowering:
         return {
             "torch-mlir": importlib.metadata.version("torch-mlir"),
             "jaxlib": importlib.metadata.version("jaxlib"),
-            "lowering-sources": _sources_digest(),
         }
 
     def lower(self, graph: CapturedGraph, *, bucket: str) -> LoweredModule:
@@ -140,6 +149,9 @@ class NativeLowering:
     def _ask(self, task: str, message: GraphMessage) -> tuple[dict[str, Any], bytes]:
         if self._child is None:
             self._child = _Child(self._memory_limit_bytes)
+        if self._is_stopped:
+            self._drop_child()
+            raise _ChildFailed("the start was stopped", None, timed_out=True)
         deadline = time.monotonic() + self._timeout_s
         progress = None
         try:
@@ -205,6 +217,9 @@ class _Child:
                 raise TimeoutError
         return read_frame(stream)
 
+    def kill(self) -> None:
+        self._process.kill()
+
     def obituary(self, *, timed_out: bool) -> str:
         """How the process ended, in a sentence without a full stop."""
         if timed_out:
@@ -246,19 +261,3 @@ def _error(bucket: str, message: GraphMessage, answer: dict[str, Any]) -> Loweri
     index = answer["node"]
     node = message.nodes[index] if index is not None else None
     return lowering_error(bucket, node, answer["reason"])
-
-
-@functools.cache
-def _sources_digest() -> str:
-    """Digest of this package's sources: another lowering may give another module."""
-    from vllm_neuron._core import digest
-
-    package = Path(__file__).parent
-    sources = sorted(package.rglob("*.py"))
-    return digest(
-        b"\0".join(
-            item
-            for path in sources
-            for item in (str(path.relative_to(package)).encode(), path.read_bytes())
-        )
-    )

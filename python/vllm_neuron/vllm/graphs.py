@@ -10,9 +10,11 @@ import torch
 
 from vllm_neuron.cache.compilation import CompilationCache
 from vllm_neuron.cache.precompile import PrecompileCache
+from vllm_neuron.cache.tiers import tiers_of
+from vllm_neuron.compile_pool import default_workers
 from vllm_neuron.compiler.host import HostCompiler
 from vllm_neuron.lowering.native import NativeLowering
-from vllm_neuron.pipeline import GraphSpec, Pipeline, default_workers
+from vllm_neuron.pipeline import GraphSpec, Pipeline
 from vllm_neuron.runtime.host import HostRuntime
 from vllm_neuron.vllm.factors import UnkeyableConfigError, describe, model_factors
 
@@ -103,10 +105,20 @@ class CompiledExecution:
                     **model_factors(self._vllm_config, step.get_submodule("model")),
                     "variables": settings.key_factors(),
                 }
-                precompile = PrecompileCache(settings.precompile_directory, logger=logger)
+                tiers = tiers_of(
+                    settings, settings.precompile_directory, name="Precompile Cache", logger=logger
+                )
+                precompile = PrecompileCache(tiers, logger=logger)
             except UnkeyableConfigError as error:
                 logger.warning("Precompile Cache: traces are not kept: %s", error)
-        disabled = settings["NEURON_LIBTORCH_DISABLE_COMPILE_CACHE"]
+        tiers = None
+        if not settings["NEURON_LIBTORCH_DISABLE_COMPILE_CACHE"]:
+            tiers = tiers_of(
+                settings,
+                settings.compile_cache_directory,
+                name="Compilation cache",
+                logger=logger,
+            )
         return Pipeline(
             route=record.route.value,
             level=record.level,
@@ -117,12 +129,16 @@ class CompiledExecution:
             runtime=self._runtime,
             precompile=precompile,
             compilation=CompilationCache(
-                None if disabled else settings.compile_cache_directory, logger=logger
+                tiers,
+                logger=logger,
+                timeout_s=settings["NEURON_LIBTORCH_COMPILATION_TIMEOUT"],
+                strict=settings.strict_variable,
             ),
             model=factors,
             describe=describe(self._vllm_config),
             workers=settings["NEURON_LIBTORCH_PARALLEL_COMPILE_WORKERS"] or default_workers(),
             logger=logger,
+            one_by_one=settings["NEURON_LIBTORCH_DISABLE_GRAPH_CAPTURE_BACKEND"],
         )
 
 
