@@ -13,6 +13,8 @@ __all__ = [
     "CanonicalTensor",
     "Entry",
     "EntryInfo",
+    "EvictedEntry",
+    "Eviction",
     "Key",
     "KeyBuilder",
     "KeyLock",
@@ -339,6 +341,9 @@ class EntryInfo:
     def modified_s(self) -> float:
         """When it was published, Unix time in seconds."""
     @property
+    def last_used_s(self) -> float:
+        """When it was last used, to within an hour, Unix time in seconds."""
+    @property
     def sections(self) -> dict[str, int]:
         """Length in bytes of each section by its name, in file order."""
 
@@ -365,6 +370,34 @@ class Entry:
             StoreCorruptError: its checksum fails; only for a section that `get` was told not to
                 verify.
         """
+
+@final
+class EvictedEntry:
+    """An entry that was removed."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def size_bytes(self) -> int: ...
+    @property
+    def last_used_s(self) -> float:
+        """Unix time in seconds."""
+
+@final
+class Eviction:
+    """What an eviction did, or would do."""
+
+    @property
+    def removed(self) -> list[EvictedEntry]: ...
+    @property
+    def removed_bytes(self) -> int: ...
+    @property
+    def kept(self) -> int:
+        """How many entries stay."""
+    @property
+    def kept_bytes(self) -> int: ...
 
 @final
 class KeyLock:
@@ -467,11 +500,37 @@ class Store:
         """
     def entries(self) -> list[EntryInfo]:
         """List the entries by their headers, in no order. Unfit files go to `take_problems`."""
+    def evict(
+        self,
+        *,
+        max_size_bytes: int | None = None,
+        max_age_s: float | None = None,
+        min_age_s: float = 60.0,
+        dry_run: bool = False,
+    ) -> Eviction:
+        """Remove the entries that were used longest ago until the rest keeps the limits.
+
+        Takes linear time, no lock, and may run beside readers, writers and other evictions. Who
+        holds an entry keeps it. What cannot be removed goes to `take_problems`.
+
+        Args:
+            max_size_bytes: most bytes that all entries together may have.
+            max_age_s: longest time since the last use.
+            min_age_s: entries used within this time stay, whatever the limits are.
+            dry_run: only tell what would be removed.
+
+        Raises:
+            StoreReadOnlyError: the directory takes no writes.
+            StoreUntrustedError: somebody else can write to the directory.
+            OSError: the system refused something else.
+            ValueError: a negative time.
+        """
     def take_problems(self) -> list[StoreProblem]:
         """Return what went wrong since the last call."""
     def counters(self) -> dict[str, int]:
         """Return how often things happened through this object.
 
         `hits` and `misses` are all look-ups; `corrupt`, `untrusted`, `other_kind` and `errors` are
-        misses with a reason; `set_aside`, `published` and `existed` count files.
+        misses with a reason; `set_aside`, `published`, `existed` and `evicted` count
+        files.
         """

@@ -47,6 +47,7 @@ def assert_read_only(root: Path, code: int) -> None:
         lambda: store.put("neff", key_of(2), SECTIONS),
         lambda: store.lock(key_of(2)).acquire(0),
         lambda: store.remove("neff", key_of(1)),
+        lambda: store.evict(max_size_bytes=0, min_age_s=0),
     ]
     for call in calls:
         with pytest.raises(StoreReadOnlyError) as caught:

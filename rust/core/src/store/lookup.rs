@@ -4,14 +4,14 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat, fstat, openat, statat};
 use rustix::io::Errno;
 
 use super::error::StoreError;
 use super::tree::{FileId, Tree, fan_out, relative_path};
-use super::trust;
+use super::{last_use, trust};
 use crate::digest::Digest;
 use crate::entry::layout::PAGE_BYTES;
 use crate::entry::{EntryLayout, FormatError, Kind, SectionRow};
@@ -63,6 +63,8 @@ pub struct EntryInfo {
     pub path: PathBuf,
     /// When it was published.
     pub modified: SystemTime,
+    /// When it was last used, to within an hour.
+    pub last_use: SystemTime,
 }
 
 impl Entry {
@@ -134,6 +136,11 @@ impl Unfit {
             directory: None,
         })
     }
+
+    fn is_not_permitted(&self) -> bool {
+        matches!(&self.error, StoreError::Io { source, .. }
+            if Errno::from_io_error(source) == Some(Errno::PERM))
+    }
 }
 
 /// Opens and checks the entry of `key`; None if there is none.
@@ -148,12 +155,13 @@ pub(super) fn open(
     if !check_fan_out(tree, fan_out(&name))? {
         return Ok(None);
     }
-    let opened = open_file(tree, &relative_path(key), &path).and_then(|opened| {
+    let opened = open_file(tree, &relative_path(key), &path, OFlags::empty()).and_then(|opened| {
         let Some((file, found)) = opened else {
             return Ok(None);
         };
         read_entry(tree, &file, &found, &path, verify)
             .and_then(|entry| check_asked(&entry, kind, key).map(|()| Some(entry)))
+            .inspect(|_| last_use::note_use(&file, &found))
             .map_err(|error| Unfit::new(error, Some(&found)))
     });
     opened.map_err(|mut unfit| {
@@ -164,25 +172,27 @@ pub(super) fn open(
 }
 
 /// Reads the header of a file of the tree, for a listing; None if it is gone.
-pub(super) fn read_info(
-    tree: &Tree,
-    relative: &str,
-    key: &Digest,
-) -> Result<Option<EntryInfo>, StoreError> {
-    let path = tree.path.join(relative);
-    let opened = open_file(tree, relative, &path).map_err(|unfit| unfit.error)?;
+pub(super) fn read_info(tree: &Tree, key: &Digest) -> Result<Option<EntryInfo>, StoreError> {
+    let path = tree.entry_path(key);
+    let relative = relative_path(key);
+    // A listing is no use. Only the owner may ask for that.
+    let opened = match open_file(tree, &relative, &path, OFlags::NOATIME) {
+        Err(unfit) if unfit.is_not_permitted() => {
+            open_file(tree, &relative, &path, OFlags::empty())
+        }
+        opened => opened,
+    };
+    let opened = opened.map_err(|unfit| unfit.error)?;
     let Some((file, found)) = opened else {
         return Ok(None);
     };
     let layout = read_layout(&file, &found, &path)?;
     check_key(&layout, &path, key)?;
-    let seconds = u64::try_from(found.st_mtime).unwrap_or(0);
-    let nanoseconds = u32::try_from(found.st_mtime_nsec).unwrap_or(0);
-    let modified = SystemTime::UNIX_EPOCH + Duration::new(seconds, nanoseconds);
     Ok(Some(EntryInfo {
         layout,
         path,
-        modified,
+        modified: last_use::modified(&found),
+        last_use: last_use::last_use(&found, SystemTime::now()),
     }))
 }
 
@@ -206,9 +216,10 @@ fn open_file(
     tree: &Tree,
     relative: &str,
     path: &Path,
+    more: OFlags,
 ) -> Result<Option<(OwnedFd, Stat)>, Box<Unfit>> {
     // NONBLOCK: a FIFO must not make us wait for a writer.
-    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let flags = more | OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let failed =
         |operation| move |error| Unfit::new(StoreError::read(path, operation, error), None);
     let wrong_type = |found: &Stat| {

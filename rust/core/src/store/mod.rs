@@ -4,12 +4,16 @@
 //! nothing but a directory is shared. Laws:
 //!
 //! * A published file is never written to, truncated or renamed over.
-//! * A look-up takes no lock, writes nothing, and never fails: what cannot be used is a miss.
+//! * A look-up takes no lock, writes nothing but the time of the last use, and never fails: what
+//!   cannot be used is a miss.
 //! * State shared between threads is atomic or only tried for (`try_read`), never waited for: a
 //!   forked child may inherit a lock that nobody will free.
 
 mod error;
+mod evict;
 mod fork;
+mod last_use;
+mod list;
 mod lock;
 mod lookup;
 mod publish;
@@ -22,10 +26,11 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, RwLock};
 
-use rustix::fs::{AtFlags, Dir, unlinkat};
+use rustix::fs::{AtFlags, unlinkat};
 use rustix::io::Errno;
 
 pub use error::StoreError;
+pub use evict::{EvictedEntry, Eviction, EvictionLimits};
 pub use fork::after_fork_in_child;
 pub use lock::{Holder, KeyLock};
 pub use lookup::{Entry, EntryInfo, SectionBytes, Verify};
@@ -102,6 +107,8 @@ counters! {
     published,
     /// Publications of what was there already.
     existed,
+    /// Entries removed by eviction.
+    evicted,
 }
 
 /// A store of entries below one directory.
@@ -248,10 +255,15 @@ impl Store {
         let (mut found, mut problems) = (Vec::new(), Vec::new());
         match self.tree() {
             Ok(None) => {}
-            Ok(Some(tree)) => list(&tree, &mut found, &mut problems),
+            Ok(Some(tree)) => list::list(&tree, &mut found, &mut problems),
             Err(error) => problems.push(error),
         }
         (found, problems)
+    }
+
+    fn count_evicted(&self, is_removed: bool) {
+        let count = u64::from(is_removed);
+        self.counters.evicted.fetch_add(count, Ordering::Relaxed);
     }
 
     fn look_up(
@@ -290,7 +302,13 @@ impl Store {
         problems: &mut Vec<StoreError>,
     ) -> Result<bool, StoreError> {
         let unfit = match lookup::open(tree, kind, key, Verify::All) {
-            Ok(found) => return Ok(found.is_some()),
+            Ok(found) => {
+                if found.is_some() {
+                    // Whoever wants it now must not lose it to an eviction that runs.
+                    last_use::note_use_now(tree, key);
+                }
+                return Ok(found.is_some());
+            }
             Err(unfit) => unfit,
         };
         let is_fault_of_the_file = matches!(
@@ -357,48 +375,4 @@ impl Store {
         }
         Ok(tree)
     }
-}
-
-fn list(tree: &Tree, found: &mut Vec<EntryInfo>, problems: &mut Vec<StoreError>) {
-    for fan_out in names(tree, ".", problems) {
-        let is_fan_out =
-            fan_out.len() == 2 && fan_out.bytes().all(|digit| digit.is_ascii_hexdigit());
-        if !is_fan_out {
-            continue;
-        }
-        for name in names(tree, &fan_out, problems) {
-            // Other names are nothing of ours.
-            let Ok(key) = name.parse::<Digest>() else {
-                continue;
-            };
-            match lookup::read_info(tree, &format!("{fan_out}/{name}"), &key) {
-                Ok(info) => found.extend(info),
-                Err(error) => problems.push(error),
-            }
-        }
-    }
-}
-
-/// The names in a directory of the tree; none if it is gone.
-fn names(tree: &Tree, name: &str, problems: &mut Vec<StoreError>) -> Vec<String> {
-    let listed = tree.open_directory(name, false).and_then(|directory| {
-        let Some(directory) = directory else {
-            return Ok(Vec::new());
-        };
-        let failed = |error| StoreError::read(&tree.path.join(name), "list", error);
-        let mut names = Vec::new();
-        for file in Dir::read_from(&directory).map_err(failed)? {
-            names.extend(
-                file.map_err(failed)?
-                    .file_name()
-                    .to_str()
-                    .map(str::to_owned),
-            );
-        }
-        Ok(names)
-    });
-    listed.unwrap_or_else(|error| {
-        problems.push(error);
-        Vec::new()
-    })
 }

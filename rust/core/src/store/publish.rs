@@ -18,7 +18,7 @@ use crate::entry::EntryWriter;
 /// Mode of an entry: nobody, not even its owner, writes to it by accident.
 const ENTRY_MODE: Mode = Mode::RUSR;
 /// Age at which a named temporary file belongs to a writer that is dead.
-const TEMPORARY_AGE: Duration = Duration::from_hours(24);
+pub(super) const TEMPORARY_AGE: Duration = Duration::from_hours(24);
 /// How long what was set aside is kept for a look at it.
 const ASIDE_AGE: Duration = Duration::from_hours(7 * 24);
 

@@ -147,7 +147,7 @@ impl Tree {
 }
 
 /// Which file it is, whatever its name.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct FileId {
     device: u64,
     inode: u64,
