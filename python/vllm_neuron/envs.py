@@ -119,6 +119,9 @@ _ROWS = (
     Variable("VLLM_USE_V2_MODEL_RUNNER", "bool", None, _ACTS, _NOT, "must be unset or 0: the Neuron model runner is the only one"),
     # Compiler.
     Variable("NEURON_CC_FLAGS", "str", None, _ACTS, _DERIVED, "compiler options, appended to the plugin's own"),
+    Variable("VLLM_NEURON_CC", "path", None, _ACTS, _DERIVED, "the executable neuronx-cc; unset: PATH, then this Python environment"),
+    Variable("VLLM_NEURON_CC_INPUT", "choice", "auto", _ACTS, _DERIVED, "what neuronx-cc is given of StableHLO; auto: as its version takes it", choices=("auto", "hlo", "stablehlo")),
+    Variable("VLLM_NEURON_CC_STALL_TIMEOUT", "int", 1800, _ACTS, _NOT, "seconds without output and processor time after which a compiler is killed", above=0),
     Variable("VLLM_NEURON_DEBUG_MODE", "bool", False, _LATER, _IN_KEY, "allow graph breaks"),
     Variable("VLLM_NEURON_DISABLE_NKI_KERNELS", "bool", False, _LATER, _IN_KEY, "torch operations in place of NKI kernels"),
     Variable("VLLM_NEURON_MLP_FORCE_TKG", "bool", False, _LATER, _IN_KEY, "graph-shaping switch"),

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from vllm_neuron.errors import ConfigurationError
+from vllm_neuron.target import TARGETS
 
-__all__ = ["HOST_TARGET", "LEVEL_ZERO_NOTICE", "CompilerArguments", "compiler_arguments"]
+__all__ = [
+    "HOST_TARGET",
+    "LEVEL_ZERO_NOTICE",
+    "CompilerArguments",
+    "OwnOptions",
+    "compiler_arguments",
+    "option_values",
+]
 
 HOST_TARGET = "host"
 """The target of the host emulator; no Neuron device has it, so hardware refuses its NEFFs."""
@@ -101,7 +109,42 @@ class _Option:
     tokens: tuple[str, ...]
 
 
-def compiler_arguments(level: int, *, extra: str | None, target: str) -> CompilerArguments:
+@dataclass(frozen=True, slots=True)
+class OwnOptions:
+    """The plugin's own options of a command line (OL-23), before NEURON_CC_FLAGS.
+
+    Attributes:
+        target: the device architecture, `host` for the host emulator.
+        level: vLLM's optimization level, 0 to 3.
+        lnc: physical cores of a logical one.
+        framework: what made the module.
+        model_type: what the compiler tunes for.
+        auto_cast: what the compiler may compute in a narrower type.
+    """
+
+    target: str
+    level: int
+    lnc: int
+    framework: str = "XLA"
+    model_type: str = "transformer"
+    auto_cast: str = "none"
+
+    def options(self) -> tuple[_Option, ...]:
+        """Return them in the order of the command line."""
+        lnc = str(self.lnc)
+        return (
+            _Option("--framework", self.framework, ("--framework", self.framework)),
+            _Option("--target", self.target, ("--target", self.target)),
+            _Option("--model-type", self.model_type, ("--model-type", self.model_type)),
+            _Option("--logical-nc-config", lnc, ("--lnc", lnc)),
+            _level_option(self.level),
+            _Option("--auto-cast", self.auto_cast, (f"--auto-cast={self.auto_cast}",)),
+        )
+
+
+def compiler_arguments(
+    level: int, *, extra: str | None, target: str, lnc: int | None = None
+) -> CompilerArguments:
     """Merge the plugin's arguments with NEURON_CC_FLAGS.
 
     The shape of the plugin's own arguments is OL-23's. NEURON_CC_FLAGS is appended to them and the
@@ -111,6 +154,7 @@ def compiler_arguments(level: int, *, extra: str | None, target: str) -> Compile
         level: vLLM's optimization level, 0 to 3.
         extra: the text of NEURON_CC_FLAGS, or None when it is not set.
         target: the device architecture, `host` for the host emulator.
+        lnc: physical cores of a logical one; the target's default unless given.
 
     Returns:
         The merged arguments and the texts that the caller logs.
@@ -125,15 +169,7 @@ def compiler_arguments(level: int, *, extra: str | None, target: str) -> Compile
             name="optimization_level",
             value=level,
         )
-    lnc = "1" if target == HOST_TARGET else "2"
-    own = (
-        _Option("--framework", "XLA", ("--framework", "XLA")),
-        _Option("--target", target, ("--target", target)),
-        _Option("--model-type", "transformer", ("--model-type", "transformer")),
-        _Option("--logical-nc-config", lnc, ("--lnc", lnc)),
-        _level_option(level),
-        _Option("--auto-cast", "none", ("--auto-cast=none",)),
-    )
+    own = OwnOptions(target=target, level=level, lnc=lnc or _default_lnc(target)).options()
     merged = {option.name: option for option in own}
     warnings: list[str] = []
     level_source: Literal["vLLM", "NEURON_CC_FLAGS"] = "vLLM"
@@ -163,6 +199,18 @@ def compiler_arguments(level: int, *, extra: str | None, target: str) -> Compile
         warnings=tuple(warnings),
         notices=(LEVEL_ZERO_NOTICE,) if level == 0 else (),
     )
+
+
+def option_values(arguments: Sequence[str]) -> dict[str, str | None]:
+    """Return the value of each option of a merged command line, by canonical name."""
+    return {option.name: option.value for option in _parse(shlex.join(arguments))}
+
+
+def _default_lnc(target: str) -> int:
+    if target == HOST_TARGET:
+        return 1
+    known = TARGETS.get(target)
+    return known.lnc_sizes[0] if known is not None else 2
 
 
 def _level_option(level: int) -> _Option:
