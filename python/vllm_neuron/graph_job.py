@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +71,14 @@ class PipelineCounters:
             name = f"{phase}_s"
             setattr(self, name, getattr(self, name) + seconds)
             self.phases[bucket, phase] = self.phases.get((bucket, phase), 0.0) + seconds
+
+    def totals(self) -> dict[str, float]:
+        """Every counter by its name."""
+        return {
+            item.name: getattr(self, item.name)
+            for item in fields(self)
+            if item.name not in ("phases", "_adding")
+        }
 
     @property
     def precompile_state(self) -> str:

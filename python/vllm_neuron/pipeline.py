@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_neuron import _core
@@ -24,6 +25,7 @@ from vllm_neuron.binding import (
     spec_of,
 )
 from vllm_neuron.cache import keys
+from vllm_neuron.cache.start_report import write_report
 from vllm_neuron.compile_pool import Progress, Work, run_largest_first
 from vllm_neuron.errors import CacheMissError, ExecutionError, GraphKeyError
 from vllm_neuron.graph_job import GraphJob, GraphSpec, PipelineCounters
@@ -59,6 +61,7 @@ class Pipeline:
         describe: what `vllm-neuron cache ls` shows of the entries, e.g. `{"model": ...}`.
         workers: how many graphs are lowered and compiled at a time, by all processes of the node
             that share the compilation cache.
+        report: where the report of the start goes (`cache.start_report`), or None.
         one_by_one: trace, lower and compile each graph before the next one is traced.
         logger: where the log lines go.
     """
@@ -79,6 +82,7 @@ class Pipeline:
         describe: Mapping[str, Any],
         workers: int,
         logger: logging.Logger,
+        report: Path | None = None,
         one_by_one: bool = False,
     ) -> None:
         self.counters = PipelineCounters()
@@ -92,6 +96,8 @@ class Pipeline:
         self._compilation = compilation
         self._model = dict(model)
         self._workers = workers
+        self._describe = dict(describe)
+        self._report = report
         self._one_by_one = one_by_one
         self._logger = logger
         self._maker = GraphMaker(
@@ -131,22 +137,45 @@ class Pipeline:
             CompileError: the compiler failed.
             ExecutionError: a NEFF does not load, freshly compiled.
         """
+        error: BaseException | None = None
+        try:
+            jobs = self._jobs(specs)
+            self._make_models(jobs)
+            graphs = {}
+            if self._runtime is not None:
+                graphs = {job.spec.bucket: self._bind(job, tensors) for job in jobs}
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            self._lowering.close()
+            self._write_report(error)
+        self._log_summary()
+        return graphs
+
+    def _jobs(self, specs: Sequence[GraphSpec]) -> list[GraphJob]:
         # Buckets share their steps, so each is described once.
         steps = {id(spec.step): spec.step for spec in specs}
         described = {
             key: (module_state(step), describe_tensors(step)) for key, step in steps.items()
         }
         jobs = [self._look_up_trace(spec, described[id(spec.step)]) for spec in specs]
-        self.counters.graphs += len(jobs)
-        try:
-            self._make_models(jobs)
-        finally:
-            self._lowering.close()
-        graphs = {}
-        if self._runtime is not None:
-            graphs = {job.spec.bucket: self._bind(job, tensors) for job in jobs}
-        self._log_summary()
-        return graphs
+        self.counters.add(graphs=len(jobs))
+        return jobs
+
+    def _write_report(self, error: BaseException | None) -> None:
+        if self._report is None:
+            return
+        write_report(
+            self._report,
+            description={**self._describe, "route": self._route},
+            counters=self.counters.totals(),
+            misses={
+                "trace": self._precompile.misses if self._precompile is not None else {},
+                "neff": self._compilation.misses,
+            },
+            error=None if error is None else f"{type(error).__name__}: {error}",
+        )
 
     def _look_up_trace(self, spec: GraphSpec, described: tuple[str, Any]) -> GraphJob:
         state, weights = described

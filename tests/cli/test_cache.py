@@ -12,7 +12,8 @@ import pytest
 from click.testing import CliRunner
 
 from vllm_neuron import _core
-from vllm_neuron.cli.cache import _age, _size, cache
+from vllm_neuron.cli.cache import cache
+from vllm_neuron.cli.cache_places import age, size
 
 TRACE = {"model": "Llama", "bucket": "decode 8", "route": "native"}
 
@@ -130,7 +131,7 @@ def test_bad_variable_is_a_plain_error():
     ],
 )  # fmt: skip
 def test_sizes_have_units(size_bytes, text):
-    assert _size(size_bytes) == text
+    assert size(size_bytes) == text
 
 
 @pytest.mark.parametrize(
@@ -138,7 +139,7 @@ def test_sizes_have_units(size_bytes, text):
     [(-5, "0 s"), (0, "0 s"), (59.9, "59 s"), (60, "1 min"), (7200, "2 h"), (200_000, "2 d")],
 )
 def test_ages_have_units(age_s, text):
-    assert _age(age_s) == text
+    assert age(age_s) == text
 
 
 def test_command_imports_nothing_heavy(root):

@@ -11,6 +11,7 @@ from torch import nn
 
 from vllm_neuron.cache.compilation import CompilationCache
 from vllm_neuron.cache.precompile import PrecompileCache
+from vllm_neuron.cache.start_report import report_path
 from vllm_neuron.cache.tiers import Tiers
 from vllm_neuron.compiler.arguments import HOST_TARGET, compiler_arguments
 from vllm_neuron.compiler.host import HostCompiler
@@ -108,6 +109,7 @@ def make_pipeline(
         describe={"model": "tests"},
         workers=workers,
         logger=logger,
+        report=report_path(root) if root else None,
         one_by_one=one_by_one,
     )
 

@@ -24,6 +24,7 @@ from tests.pipeline.step_modules import (
     make_pipeline,
 )
 from vllm_neuron import _core
+from vllm_neuron.cache.start_report import read_report, report_path
 from vllm_neuron.compiler.host import HostCompiler
 from vllm_neuron.errors import CompileError, ExecutionError, GraphKeyError, NeuronError
 from vllm_neuron.pipeline import GraphSpec
@@ -144,6 +145,11 @@ def test_a_changed_factor_is_a_miss_that_says_why(
     caplog.clear()
     assert counts(start(tmp_path, **change)) == {**NOTHING, **expected_counts}
     assert reason in caplog.text
+    report = read_report(report_path(tmp_path))
+    assert report["counters"]["compilations"] == expected_counts["compilations"]
+    missed = [miss for miss in report["misses"] if miss["kind"] == "trace"]
+    assert [miss["bucket"] for miss in missed] == ["batch2", "batch4"]
+    assert all(reason in "; ".join(miss["reasons"]) for miss in missed)
     assert counts(start(tmp_path)) == NOTHING, "the entries of the first start are still there"
 
 
@@ -215,8 +221,10 @@ class JunkCompiler(HostCompiler):
 @pytest.mark.parametrize("compiler", [FailingCompiler, JunkCompiler])
 def test_a_failed_compilation_is_never_kept(tmp_path, compiler):
     pipeline = make_pipeline(tmp_path, compiler=compiler())
-    with pytest.raises(NeuronError):
+    with pytest.raises(NeuronError) as caught:
         build(pipeline, CachedProjection())
+    report = read_report(report_path(tmp_path))
+    assert report["error"] == f"{type(caught.value).__name__}: {caught.value}"
     assert entries(tmp_path, "neff") == []
     assert counts(start(tmp_path))["compilations"] == 2
 

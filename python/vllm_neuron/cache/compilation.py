@@ -17,7 +17,7 @@ from typing import Any
 
 from vllm_neuron import _core
 from vllm_neuron.cache import keys
-from vllm_neuron.cache.explain import MissReasons
+from vllm_neuron.cache.explain import Miss, MissReasons
 from vllm_neuron.cache.single_flight import Flights, SharedFailure
 from vllm_neuron.cache.tiers import Tiers
 from vllm_neuron.errors import CacheMissError, NeuronError
@@ -60,7 +60,7 @@ class CompilationCache:
             Flights(tiers.local, logger=logger, timeout_s=timeout_s) if tiers is not None else None
         )
         #: Why NEFFs were not found, by bucket.
-        self.misses: dict[str, tuple[_core.Key, str]] = {}
+        self.misses: dict[str, Miss] = {}
         self._reasons = MissReasons(tiers, "neff") if tiers is not None else None
         self._logger = logger
 
@@ -143,8 +143,8 @@ class CompilationCache:
             self._logger.info("Local cache hit for key: %s (%s)", key.short, bucket)
             return found
         assert self._reasons is not None
-        reason = self._reasons.why(factors, bucket=bucket)
-        self._logger.info("Local cache miss for key: %s (%s): %s", key.short, bucket, reason)
+        miss = self._reasons.explain(key, factors, bucket=bucket)
+        self._logger.info("Local cache miss for key: %s (%s): %s", key.short, bucket, miss)
         try:
             with self.flights.flight(key, bucket) as tell_failure:
                 found = self._taken_from(self.tiers.find_near("neff", key), key)
@@ -158,10 +158,10 @@ class CompilationCache:
                 found = self._taken_from(self.tiers.fetch("neff", key), key)
                 if found is not None:
                     return found
-                self.misses[bucket] = (key, reason)
+                self.misses[bucket] = miss
                 if self.strict is not None:
                     raise CacheMissError(
-                        f"{bucket}: key {key.short} is in no cache: {reason}",
+                        f"{bucket}: key {key.short} is in no cache: {miss}",
                         missing=[[bucket, key.hex]],
                     )
                 try:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_neuron import _core
 from vllm_neuron.binding import argument_leaves, find_tensor, spec_of
 from vllm_neuron.cache import keys
-from vllm_neuron.cache.explain import MissReasons
+from vllm_neuron.cache.explain import Miss, MissReasons
 from vllm_neuron.cache.tiers import Tiers
 from vllm_neuron.lowering.module import LoweredModule
 from vllm_neuron.premises import broken_premise
@@ -53,7 +53,7 @@ class PrecompileCache:
     def __init__(self, tiers: Tiers, *, logger: logging.Logger) -> None:
         self.tiers = tiers
         #: Why traces were not found, by bucket.
-        self.misses: dict[str, tuple[_core.Key, str]] = {}
+        self.misses: dict[str, Miss] = {}
         self._reasons = MissReasons(tiers, self.KIND)
         self._logger = logger
 
@@ -91,10 +91,13 @@ class PrecompileCache:
                 self._logger.info("Precompile Cache: hit for %s, key %s", bucket, key.short)
                 return found
             self.tiers.remove(self.KIND, key)
-        if reason is None:
-            reason = self._reasons.why(factors, bucket=bucket)
-        self._logger.info("Precompile Cache: miss for %s, key %s: %s", bucket, key.short, reason)
-        self.misses[bucket] = (key, reason)
+        miss = (
+            self._reasons.explain(key, factors, bucket=bucket)
+            if reason is None
+            else Miss(key, (reason,))
+        )
+        self._logger.info("Precompile Cache: miss for %s, key %s: %s", bucket, key.short, miss)
+        self.misses[bucket] = miss
         return None
 
     def discard(self, key: _core.Key, bucket: str, reason: str) -> None:
@@ -102,7 +105,7 @@ class PrecompileCache:
         self._logger.warning(
             "Precompile Cache: the entry %s of %s is set aside: %s", key.short, bucket, reason
         )
-        self.misses[bucket] = (key, reason)
+        self.misses[bucket] = Miss(key, (reason,))
         self.tiers.remove(self.KIND, key)
 
     def store(

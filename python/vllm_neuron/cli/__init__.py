@@ -16,7 +16,7 @@ __all__ = ["main"]
 # Name of the command: where it is defined ("module:attribute"), and its line in `--help`, which
 # is repeated here so that `--help` imports no command.
 _COMMANDS = {
-    "cache": ("vllm_neuron.cli.cache:cache", "List the entries of the compile caches."),
+    "cache": ("vllm_neuron.cli.cache:cache", "Look at and after the compile caches."),
     "neff": ("vllm_neuron.cli.neff:neff", "Show and validate NEFF files."),
 }
 

@@ -10,6 +10,7 @@ import torch
 
 from vllm_neuron.cache.compilation import CompilationCache
 from vllm_neuron.cache.precompile import PrecompileCache
+from vllm_neuron.cache.start_report import report_path
 from vllm_neuron.cache.tiers import tiers_of
 from vllm_neuron.compile_pool import default_workers
 from vllm_neuron.compiler.host import HostCompiler
@@ -138,6 +139,7 @@ class CompiledExecution:
             describe=describe(self._vllm_config),
             workers=settings["NEURON_LIBTORCH_PARALLEL_COMPILE_WORKERS"] or default_workers(),
             logger=logger,
+            report=report_path(settings.cache_root),
             one_by_one=settings["NEURON_LIBTORCH_DISABLE_GRAPH_CAPTURE_BACKEND"],
         )
 
