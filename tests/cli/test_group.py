@@ -28,7 +28,7 @@ def test_help_lists_the_commands():
     lines = done.stdout.splitlines()
     assert lines[0] == "Usage: vllm-neuron [OPTIONS] COMMAND [ARGS]..."
     assert "  neff   Show and validate NEFF files." in lines
-    assert "  cache  List the entries of the compile caches." in lines
+    assert "  cache  Look at and after the compile caches." in lines
 
 
 @pytest.mark.parametrize("arguments", [(), ("--help",)])
