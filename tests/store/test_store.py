@@ -80,10 +80,10 @@ def test_second_publication_changes_nothing(store, root):
 
 
 def test_sections_are_read_only_pages_of_the_file(store):
-    store.put("neff", key_of(1), SECTIONS)
+    store.put("neff", key_of(1), {"neff": bytes(range(256)) * 400})
     view = store.get("neff", key_of(1)).section("neff")
     assert view.readonly
-    assert (view.format, view.itemsize, view.nbytes) == ("B", 1, 25600)
+    assert (view.format, view.itemsize, view.nbytes) == ("B", 1, 102400)
     with pytest.raises(TypeError):
         view[0] = 1
     address = np.frombuffer(view, dtype=np.uint8).ctypes.data
@@ -95,6 +95,16 @@ def test_sections_are_read_only_pages_of_the_file(store):
     ]
     assert maps[0].endswith(key_of(1))
     assert maps[0].split()[1] == "r--s"
+
+
+def test_short_entries_are_read_instead_of_mapped(store, root):
+    content = bytes(range(256)) * 16
+    store.put("neff", key_of(1), {"neff": content})
+    view = store.get("neff", key_of(1)).section("neff")
+    assert bytes(view) == content
+    assert view.readonly
+    assert np.frombuffer(view, dtype=np.uint8).ctypes.data % 4096 == 0
+    assert str(path_of(root, 1)) not in Path("/proc/self/maps").read_text()
 
 
 def test_held_bytes_outlive_entry_and_file(store, root):

@@ -3,8 +3,9 @@
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 
-use memmap2::{Mmap, MmapMut, MmapOptions};
+use memmap2::{Mmap, MmapOptions};
 use rustix::fs::fstatfs;
+use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 
 /// `f_type` of file systems whose files cannot change under a map behind this kernel's back.
 ///
@@ -36,13 +37,18 @@ pub(crate) fn is_local(fd: impl AsFd) -> bool {
     fstatfs(fd).is_ok_and(|info| LOCAL_FILE_SYSTEMS.contains(&(info.f_type as u64 & 0xffff_ffff)))
 }
 
+/// Memory that is aligned as maps are.
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C, align(4096))]
+pub(crate) struct Page([u8; 4096]);
+
 /// The bytes of a whole file; page-aligned, constant while they are held.
 #[derive(Debug)]
 pub(crate) enum Mapping {
     /// Pages of the page cache.
     Mapped(Mmap),
     /// A private copy.
-    Copied(Mmap),
+    Copied(Vec<Page>),
 }
 
 impl Mapping {
@@ -59,12 +65,16 @@ impl Mapping {
         unsafe { MmapOptions::new().len(length).map(file) }.map(Self::Mapped)
     }
 
-    /// Reads the first `length` bytes of a file into memory.
+    /// Reads the first `length` bytes, whole pages, of a file into memory.
     pub(crate) fn copy(file: impl AsFd, length: usize) -> io::Result<Self> {
-        // Anonymous pages, so that copies are aligned as maps are.
-        let mut copy = MmapMut::map_anon(length)?;
-        let mut filled = 0;
-        while let Some(rest) = copy.get_mut(filled..).filter(|rest| !rest.is_empty()) {
+        if !length.is_multiple_of(size_of::<Page>()) {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        let mut copy = Page::new_vec_zeroed(length / size_of::<Page>())
+            .map_err(|_| io::ErrorKind::OutOfMemory)?;
+        let bytes = copy.as_mut_slice().as_mut_bytes();
+        let mut filled = 0_usize;
+        while let Some(rest) = bytes.get_mut(filled..).filter(|rest| !rest.is_empty()) {
             match rustix::io::pread(&file, rest, filled as u64) {
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
                 Ok(count) => filled = filled.saturating_add(count),
@@ -72,14 +82,15 @@ impl Mapping {
                 Err(error) => return Err(error.into()),
             }
         }
-        copy.make_read_only().map(Self::Copied)
+        Ok(Self::Copied(copy))
     }
 }
 
 impl AsRef<[u8]> for Mapping {
     fn as_ref(&self) -> &[u8] {
         match self {
-            Self::Mapped(pages) | Self::Copied(pages) => pages,
+            Self::Mapped(bytes) => bytes,
+            Self::Copied(pages) => pages.as_slice().as_bytes(),
         }
     }
 }

@@ -114,6 +114,7 @@ impl Store {
                 if same.file != candidate.file || same.last_use > candidate.last_use {
                     return Ok(false);
                 }
+                self.held.remove(&candidate.key);
                 unlinkat(&tree.directory, &relative, AtFlags::empty()).map(|()| true)
             });
         match removed {

@@ -2,8 +2,8 @@
 
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::SystemTime;
 
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat, fstat, openat, statat};
@@ -17,6 +17,9 @@ use crate::entry::layout::PAGE_BYTES;
 use crate::entry::{EntryLayout, FormatError, Kind, SectionRow};
 use crate::mmap::Mapping;
 
+/// Length from which a file is mapped: below, two page faults cost more than a read.
+const MAP_FROM_BYTES: usize = 16 * PAGE_BYTES;
+
 /// Which sections a look-up checks.
 #[derive(Debug, Clone, Copy)]
 pub enum Verify<'a> {
@@ -26,28 +29,41 @@ pub enum Verify<'a> {
     Sections(&'a [&'a str]),
 }
 
+impl Verify<'_> {
+    fn includes(self, section: &SectionRow) -> bool {
+        match self {
+            Self::All => true,
+            Self::Sections(names) => names.contains(&section.name.as_str()),
+        }
+    }
+}
+
 /// One entry, held: its bytes stay as they are even when the file is removed.
+#[derive(Debug, Clone)]
+pub struct Entry(Arc<Content>);
+
+/// What an entry and the bytes of its sections share.
 #[derive(Debug)]
-pub struct Entry {
-    mapping: Arc<Mapping>,
+pub(super) struct Content {
+    mapping: Mapping,
     layout: EntryLayout,
     path: PathBuf,
     /// Per section of `layout`: whether its checksum was compared.
     checked: Box<[AtomicBool]>,
 }
 
-/// The bytes of one section; keeps the entry's mapping alive.
+/// The bytes of one section; keeps the entry alive.
 #[derive(Debug, Clone)]
 pub struct SectionBytes {
-    mapping: Arc<Mapping>,
+    content: Arc<Content>,
     range: std::ops::Range<usize>,
 }
 
 impl AsRef<[u8]> for SectionBytes {
     fn as_ref(&self) -> &[u8] {
         // In range: `EntryLayout::check_section` has read it.
-        self.mapping
-            .as_ref()
+        self.content
+            .mapping
             .as_ref()
             .get(self.range.clone())
             .unwrap_or_default()
@@ -70,27 +86,27 @@ pub struct EntryInfo {
 impl Entry {
     /// What the entry holds.
     pub fn kind(&self) -> Kind {
-        self.layout.kind
+        self.0.layout.kind
     }
 
     /// The key that it was published under.
     pub fn key(&self) -> &Digest {
-        &self.layout.key
+        &self.0.layout.key
     }
 
     /// Where the file was.
     pub fn path(&self) -> &Path {
-        &self.path
+        &self.0.path
     }
 
     /// Length of the file.
     pub fn size_bytes(&self) -> u64 {
-        self.layout.total_bytes
+        self.0.layout.total_bytes
     }
 
     /// The sections in file order.
     pub fn sections(&self) -> &[SectionRow] {
-        &self.layout.sections
+        &self.0.layout.sections
     }
 
     /// The content of a section, whose checksum is compared when it is first asked for.
@@ -98,23 +114,54 @@ impl Entry {
     /// None if there is none of that name.
     pub fn section(&self, name: &str) -> Result<Option<SectionBytes>, StoreError> {
         let named = |(section, _): &(&SectionRow, &AtomicBool)| section.name == name;
-        let Some((section, checked)) = self.layout.sections.iter().zip(&self.checked).find(named)
+        let Some((section, checked)) = self
+            .0
+            .layout
+            .sections
+            .iter()
+            .zip(&self.0.checked)
+            .find(named)
         else {
             return Ok(None);
         };
         if !checked.load(Ordering::Acquire) {
-            EntryLayout::check_section(self.mapping.as_ref().as_ref(), section).map_err(
-                |source| StoreError::Corrupt {
-                    path: self.path.clone(),
+            EntryLayout::check_section(self.0.mapping.as_ref(), section).map_err(|source| {
+                StoreError::Corrupt {
+                    path: self.0.path.clone(),
                     source,
-                },
-            )?;
+                }
+            })?;
             checked.store(true, Ordering::Release);
         }
         Ok(Some(SectionBytes {
-            mapping: Arc::clone(&self.mapping),
+            content: Arc::clone(&self.0),
             range: section.range.clone(),
         }))
+    }
+
+    /// Compares the checksums of the sections that `verify` names, where that was not done yet.
+    pub(super) fn check(&self, verify: Verify<'_>) -> Result<(), StoreError> {
+        for section in self.sections() {
+            if verify.includes(section) {
+                self.section(&section.name)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether [`Entry::check`] would have nothing to do.
+    pub(super) fn is_checked(&self, verify: Verify<'_>) -> bool {
+        let mut sections = self.sections().iter().zip(&self.0.checked);
+        sections
+            .all(|(section, checked)| !verify.includes(section) || checked.load(Ordering::Acquire))
+    }
+
+    pub(super) fn downgrade(&self) -> Weak<Content> {
+        Arc::downgrade(&self.0)
+    }
+
+    pub(super) fn upgrade(content: &Weak<Content>) -> Option<Self> {
+        content.upgrade().map(Self)
     }
 }
 
@@ -269,11 +316,13 @@ fn read_entry(
     verify: Verify<'_>,
 ) -> Result<Entry, StoreError> {
     let length = usize::try_from(found.st_size).unwrap_or(0);
-    let mapping = if tree.is_local && length >= PAGE_BYTES {
+    let mapping = if tree.is_local && length >= MAP_FROM_BYTES {
         Mapping::map(file, length).map_err(|error| StoreError::read(path, "map", error))?
     } else {
-        // The header first: nothing is allocated for a file that is no entry.
-        read_layout(file, found, path)?;
+        if length >= MAP_FROM_BYTES || !length.is_multiple_of(PAGE_BYTES) {
+            // The header first: nothing is allocated for a file that is no entry.
+            read_layout(file, found, path)?;
+        }
         Mapping::copy(file, length).map_err(|error| StoreError::read(path, "read", error))?
     };
     let layout = EntryLayout::parse(mapping.as_ref(), length as u64)
@@ -283,31 +332,23 @@ fn read_entry(
         .iter()
         .map(|_| AtomicBool::new(false))
         .collect();
-    let entry = Entry {
-        mapping: Arc::new(mapping),
+    let entry = Entry(Arc::new(Content {
+        mapping,
         layout,
         path: path.to_owned(),
         checked,
-    };
-    for section in entry.sections() {
-        let is_used = match verify {
-            Verify::All => true,
-            Verify::Sections(names) => names.contains(&section.name.as_str()),
-        };
-        if is_used {
-            entry.section(&section.name)?;
-        }
-    }
+    }));
+    entry.check(verify)?;
     Ok(entry)
 }
 
 fn check_asked(entry: &Entry, kind: Kind, key: &Digest) -> Result<(), StoreError> {
-    check_key(&entry.layout, &entry.path, key)?;
+    check_key(&entry.0.layout, entry.path(), key)?;
     if entry.kind() == kind {
         return Ok(());
     }
     Err(StoreError::OtherKind {
-        path: entry.path.clone(),
+        path: entry.path().to_owned(),
         expected: kind,
         found: entry.kind(),
     })

@@ -6,12 +6,13 @@
 //! * A published file is never written to, truncated or renamed over.
 //! * A look-up takes no lock, writes nothing but the time of the last use, and never fails: what
 //!   cannot be used is a miss.
-//! * State shared between threads is atomic or only tried for (`try_read`), never waited for: a
-//!   forked child may inherit a lock that nobody will free.
+//! * State shared between threads is atomic, or only tried for (`try_read`), or left alone by forked
+//!   children: they may inherit a lock that nobody will free.
 
 mod error;
 mod evict;
 mod fork;
+mod held;
 mod last_use;
 mod list;
 mod lock;
@@ -37,6 +38,7 @@ pub use lookup::{Entry, EntryInfo, SectionBytes, Verify};
 
 use crate::digest::Digest;
 use crate::entry::{EntryWriter, Kind};
+use held::Held;
 use lookup::Unfit;
 use publish::{Link, Prepared};
 use tree::{Tree, fan_out};
@@ -117,6 +119,7 @@ pub struct Store {
     root: PathBuf,
     tree: RwLock<Option<Arc<Tree>>>,
     is_swept: AtomicBool,
+    held: Held,
     counters: AtomicCounters,
 }
 
@@ -129,6 +132,7 @@ impl Store {
             root,
             tree: RwLock::new(None),
             is_swept: AtomicBool::new(false),
+            held: Held::new(),
             counters: AtomicCounters::default(),
         })
     }
@@ -143,14 +147,28 @@ impl Store {
         self.counters.read()
     }
 
+    /// The entry of `key` if this process holds it, with what `verify` names checked already.
+    pub fn get_held(&self, kind: Kind, key: &Digest, verify: Verify<'_>) -> Option<Entry> {
+        let entry = self.held.get(kind, key)?;
+        if !entry.is_checked(verify) {
+            return None;
+        }
+        self.counters.hits.fetch_add(1, Ordering::Relaxed);
+        Some(entry)
+    }
+
     /// Looks up the entry of `key`.
     pub fn get(&self, kind: Kind, key: &Digest, verify: Verify<'_>) -> Lookup {
         let count = |counter: &AtomicU64| {
             counter.fetch_add(1, Ordering::Relaxed);
         };
+        if let Some(entry) = self.get_held(kind, key, verify) {
+            return Lookup::Hit(entry);
+        }
         let refused = match self.look_up(kind, key, verify) {
             Ok(Some(entry)) => {
                 count(&self.counters.hits);
+                self.held.insert(&entry);
                 return Lookup::Hit(entry);
             }
             Ok(None) => {
@@ -238,6 +256,7 @@ impl Store {
             }
             Ok(Some(_)) | Err(_) => {}
         }
+        self.held.remove(key);
         match unlinkat(&tree.directory, tree::relative_path(key), AtFlags::empty()) {
             Ok(()) => Ok(true),
             Err(Errno::NOENT) => Ok(false),

@@ -73,6 +73,11 @@ impl Store {
         verify: Option<Vec<String>>,
     ) -> PyResult<Option<Entry>> {
         let (kind, key) = parse(kind, key)?;
+        if verify.is_none()
+            && let Some(entry) = self.store.get_held(kind, &key, Verify::All)
+        {
+            return Ok(Some(Entry(entry)));
+        }
         let lookup = py.detach(|| match verify {
             None => self.store.get(kind, &key, Verify::All),
             Some(names) => {
