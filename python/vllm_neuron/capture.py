@@ -27,8 +27,10 @@ from vllm_neuron.dynamo_trace import (
     trace_step,
     traced_modules,
 )
+from vllm_neuron.environment_reads import variables_read_by
 from vllm_neuron.errors import CaptureError
 from vllm_neuron.lowering.decompositions import decomposition_table
+from vllm_neuron.premises import variable_premises
 from vllm_neuron.trace_record import GraphInput, TensorSpec, TraceRecord, source_digests
 
 __all__ = ["CapturedGraph", "GraphInput", "TensorSpec", "TraceRecord", "capture"]
@@ -297,13 +299,14 @@ def _assemble(
             node.target = torch.ops.aten.scalar_tensor.default
     graph.eliminate_dead_code()
     graph_module.recompile()
+    sources = _sources(trace)
     record = TraceRecord(
         inputs=tuple(inputs),
         outputs=tuple(spec_of(node.meta["val"]) for node in outputs),
         aliases=dict(enumerate(mutated)),
         result=result,
-        sources=_sources(trace),
-        premises=trace.premises,
+        sources=sources,
+        premises=trace.premises + variable_premises(variables_read_by(sources)),
     )
     return CapturedGraph(graph_module, record, bucket)
 

@@ -21,6 +21,7 @@ from vllm_neuron.errors import (
     NeffError,
     NeuronError,
 )
+from vllm_neuron.trace_record import TensorSpec
 
 if TYPE_CHECKING:
     from vllm_neuron.cache.compilation import CompilationCache, CompiledNeff
@@ -71,7 +72,7 @@ class GraphMaker:
         self._workers = workers
         self._counters = counters
         self._logger = logger
-        self._failed: dict[str, NeuronError] = {}
+        self._failed: dict[tuple[Any, ...], NeuronError] = {}
         self._is_stopped = threading.Event()
 
     def stop(self) -> None:
@@ -180,9 +181,11 @@ class GraphMaker:
         )
         key = keys.key_of("neff", factors)
 
-        if key.hex in self._failed:
-            # One start does not try a key twice (spec CC-64).
-            raise self._failed[key.hex]
+        # What the compiler is told besides the key: a record of the cache may tell it wrongly.
+        told = (key, module.inputs, module.outputs, *sorted(module.aliases.items()))
+        if told in self._failed:
+            # One start does not try the same twice (spec CC-64).
+            raise self._failed[told]
 
         def compile_module() -> bytes:
             with self._slot(job.spec.bucket):
@@ -198,7 +201,7 @@ class GraphMaker:
                 describe=self._described(job),
             )
         except (CompileError, NeffError) as error:
-            self._failed[key.hex] = error
+            self._failed[told] = error
             raise
         if neff.hit:
             self._counters.add(neff_hits=1)
@@ -258,10 +261,22 @@ class GraphMaker:
 
     def _load_neff(self, job: GraphJob, runtime: Runtime, neff: CompiledNeff) -> LoadedModel:
         assert job.trace is not None
+        bucket = job.spec.bucket
         # Fresh NEFFs are verified before they are kept, cached ones by their entry's checksums.
-        return runtime.load(
-            neff.data, aliases=job.trace.aliases, bucket=job.spec.bucket, is_verified=True
-        )
+        model = runtime.load(neff.data, aliases=job.trace.aliases, bucket=bucket, is_verified=True)
+        for kind, traced, loaded in (
+            ("inputs", [item.spec for item in job.trace.inputs], model.inputs),
+            ("outputs", list(job.trace.outputs), model.outputs),
+        ):
+            found = [TensorSpec(tuple(tensor.shape), tensor.dtype) for tensor in loaded]
+            if found != traced:
+                raise ExecutionError(
+                    f"{bucket}: the NEFF has the {kind} {found}, the trace {traced}",
+                    bucket=bucket,
+                    status=None,
+                    reason=f"its {kind} are not those of the trace",
+                )
+        return model
 
     def _described(self, job: GraphJob) -> dict[str, Any]:
         return {**self._describe, "bucket": job.spec.bucket, "route": self._route}

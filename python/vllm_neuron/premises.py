@@ -26,7 +26,7 @@ from vllm_neuron import _core
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["broken_premise", "parse_premises", "plain", "premises_of"]
+__all__ = ["broken_premise", "parse_premises", "plain", "premises_of", "variable_premises"]
 
 #: Dynamo's guards that become premises, by name of the guard. Left out are those of tensors, which
 #: the graph's inputs cover, and of torch's own modules and settings.
@@ -79,6 +79,10 @@ _TORCH_CONSTANTS = ("dtype", "device", "layout", "memory_format")
 _DICT = ["class", "builtins.dict", ""]
 
 _MISSING = object()
+
+#: A check of ours: the value of the environment variable that is the argument.
+_VARIABLE = "variable"
+_ENVIRONMENT = [["module", "os"], ["attr", "environ"]]
 
 Path = list[list[Any]]
 
@@ -159,6 +163,16 @@ def premises_of(
     return [found[name] for name in sorted(found)]
 
 
+def variable_premises(names: Iterable[str]) -> list[list[Any]]:
+    """Premises of environment variables, with the values that they have now."""
+    return [[_VARIABLE, _ENVIRONMENT, name, _variable(name)] for name in names]
+
+
+def _variable(name: Any) -> Any:
+    value = os.environ.get(name) if isinstance(name, str) else None
+    return ["NoneType", "None"] if value is None else _text_value(value)
+
+
 def broken_premise(premises: Iterable[Any], step: torch.nn.Module) -> str | None:
     """Say which premise does not hold for `step` now; None if all do."""
     for check, path, argument, expected in premises:
@@ -185,7 +199,7 @@ def parse_premises(value: Any) -> list[list[Any]]:
     """
     if not isinstance(value, list):
         raise ValueError("trace record: premises must be a list")
-    checks = set(_CHECKS.values())
+    checks = {*_CHECKS.values(), _VARIABLE}
     for item in value:
         if not (isinstance(item, list) and len(item) == 4 and item[0] in checks):
             raise ValueError(f"trace record: bad premise {item!r:.80}")
@@ -203,15 +217,16 @@ def parse_premises(value: Any) -> list[list[Any]]:
 
 def _state(check: str, path: Path, argument: Any, step: torch.nn.Module) -> Any:
     """What a check finds at a path, as JSON; `_MISSING` if the path leads nowhere."""
+    if check == _VARIABLE:
+        return _variable(argument)
     value = _follow(path, step)
     if value is _MISSING:
         return _MISSING
     if check == "type":
         return [*plain(type(value)), _methods(type(value))]
     if check == "value":
-        if isinstance(value, str) and os.sep in value:
-            # The trace did read it, but an entry holds no path.
-            return ["text", _core.digest(value.encode("utf-8", "surrogatepass"))]
+        if isinstance(value, str):
+            return _text_value(value)
         described = plain(value)
         return described if described is not None else plain(type(value))
     if check == "same":
@@ -227,6 +242,13 @@ def _state(check: str, path: Path, argument: Any, step: torch.nn.Module) -> Any:
     if not isinstance(value, dict | list | tuple | set | frozenset):
         return _MISSING
     return [plain(key) for key in value] if check == "keys" else len(value)
+
+
+def _text_value(value: str) -> list[str]:
+    if os.sep in value:
+        # The trace did read it, but an entry holds no path.
+        return ["text", _core.digest(value.encode("utf-8", "surrogatepass"))]
+    return ["str", value]
 
 
 def _methods(cls: type) -> str:

@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 
 from vllm_neuron.premises import parse_premises
 
-__all__ = ["DTYPES", "GraphInput", "TensorSpec", "TraceRecord", "source_digests"]
+__all__ = ["DTYPES", "GraphInput", "TensorSpec", "TraceRecord", "source_digests", "source_file"]
 
 _FORMAT = 2
 
@@ -151,13 +151,14 @@ def source_digests(modules: Mapping[str, Any] | Sequence[str]) -> dict[str, str]
 
     digests = {}
     for name in modules:
-        path = _source_file(name)
+        path = source_file(name)
         if path is not None:
             digests[name] = digest(path.read_bytes())
     return digests
 
 
-def _source_file(name: str) -> Path | None:
+def source_file(name: str) -> Path | None:
+    """The source file of a module, which need not be loaded; None if it has none."""
     module = sys.modules.get(name)
     found = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
     if found is None:

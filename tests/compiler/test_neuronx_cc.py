@@ -312,6 +312,20 @@ def test_a_standstill_is_ended_with_all_its_processes(tmp_path, monkeypatch):
             assert b"stand_ins/compiler.py" not in command
 
 
+def test_stop_kills_the_compilers_that_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("STAND_IN_CC_FAILURE", "stall")
+    driver = compiler(tmp_path)
+    # The stand-in has begun once it has said something.
+    timer = threading.Timer(2.0, driver.stop)
+    timer.start()
+    started = time.monotonic()
+    with pytest.raises(CompileError) as caught:
+        compiled(driver, reverse("float32", (4,)))
+    assert time.monotonic() - started < 20
+    assert caught.value.exit_code == -signal.SIGKILL
+    timer.join()
+
+
 def test_work_without_output_is_no_standstill(tmp_path, monkeypatch):
     script = tmp_path / "neuronx-cc"
     script.write_text(

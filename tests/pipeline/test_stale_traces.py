@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 
@@ -12,7 +13,7 @@ from torch import nn
 from tests.pipeline.step_modules import make_pipeline
 from vllm_neuron import _core
 from vllm_neuron.pipeline import GraphSpec
-from vllm_neuron.premises import broken_premise
+from vllm_neuron.premises import broken_premise, variable_premises
 from vllm_neuron.trace_record import TraceRecord
 
 FACTOR = 2.0
@@ -140,6 +141,47 @@ def test_the_log_says_what_changed(cache_root, caplog):
     step.kernel.cap = 3.0
     run(cache_root, step)
     assert "the trace read something that changed: step.kernel.cap: value was" in caplog.text
+
+
+READS = {
+    "get": 'float(os.environ.get("TEST_SCALE", "2"))',
+    "getenv": 'float(os.getenv("TEST_SCALE", "2"))',
+    "item": '(float(os.environ["TEST_SCALE"]) if "TEST_SCALE" in os.environ else 2.0)',
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_an_environment_variable_that_the_model_reads_is_a_premise_a07(
+    tmp_path, monkeypatch, caplog, read
+):
+    """bugs A07: set, changed and unset between starts; other variables do not matter (B05)."""
+    caplog.set_level(logging.INFO)
+    name = f"reading_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(
+        "import os\nimport torch\n\n\nclass Scaled(torch.nn.Module):\n"
+        f"    def forward(self, x):\n        return x * {read}\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module(name)
+    monkeypatch.delenv("TEST_SCALE", raising=False)
+    assert run(tmp_path / "cache", module.Scaled()).traces == 1
+    for value, traces in (("3", 1), ("3", 0), ("4", 1), (None, 1), (None, 0)):
+        if value is None:
+            monkeypatch.delenv("TEST_SCALE", raising=False)
+        else:
+            monkeypatch.setenv("TEST_SCALE", value)
+        monkeypatch.setenv("VLLM_RAY_BUNDLE_INDICES", str(value))
+        assert run(tmp_path / "cache", module.Scaled()).traces == traces
+    assert "os.environ: variable 'TEST_SCALE' was ['str', '3'], is ['str', '4']" in caplog.text
+
+
+def test_a_variable_that_holds_a_path_is_kept_as_a_digest(monkeypatch):
+    monkeypatch.setenv("TEST_PLACE", "/secret/place")
+    (premise,) = variable_premises(["TEST_PLACE"])
+    assert "secret" not in json.dumps(premise)
+    assert broken_premise([premise], Step()) is None
+    monkeypatch.setenv("TEST_PLACE", "/secret/other")
+    assert broken_premise([premise], Step()) is not None
 
 
 def test_the_default_dtype_is_a_factor(tmp_path):
@@ -302,3 +344,56 @@ def test_senseless_factors_do_not_stop_the_explanation_of_a_miss(tmp_path):
     for number, factors in enumerate((b"[1]", b"[" * 200_000, b"\xff")):
         assert store.put("trace", f"{number:064x}", {"record": b"{}", "factors": factors})
     assert run(tmp_path, Step()).traces == 1
+
+
+def lying(change):
+    """A record that its parser accepts and its module does not fit."""
+
+    def rewrite(record):
+        return record | {"trace": record["trace"] | change(record["trace"])}
+
+    return rewrite
+
+
+LIES = {
+    "no alias": lying(lambda trace: {"aliases": []}),
+    "another output": lying(lambda trace: {"outputs": [["float32", [7]], *trace["outputs"][1:]]}),
+    "one output more": lying(lambda trace: {"outputs": [*trace["outputs"], ["float32", [3]]]}),
+    "inputs exchanged": lying(lambda trace: {"inputs": trace["inputs"][::-1], "aliases": []}),
+    "an alias of another input": lying(lambda trace: {"aliases": [[0, 1]]}),
+}
+
+
+@pytest.mark.parametrize("with_neff", [True, False])
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
+def test_a_record_that_does_not_fit_its_module_is_traced_again(tmp_path, caplog, lie, with_neff):
+    class Accumulate(nn.Module):
+        def forward(self, total: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            total.add_(x.sum())
+            return total * 2
+
+    args = (torch.ones(3), torch.ones(3, dtype=torch.float64).float())
+
+    def start():
+        pipeline = make_pipeline(tmp_path)
+        graph = pipeline.build([GraphSpec("b", Accumulate(), args)], {})["b"]
+        total = torch.ones(3)
+        assert graph(total, torch.full((3,), 2.0)).tolist() == [14.0] * 3
+        assert total.tolist() == [7.0] * 3
+        return pipeline.counters
+
+    assert start().traces == 1
+    store = _core.Store(str(tmp_path / "precompile"))
+    (info,) = store.entries()
+    entry = store.get("trace", info.key)
+    sections = {name: bytes(entry.section(name)) for name in entry.sections}
+    sections["record"] = json.dumps(lie(json.loads(sections["record"]))).encode()
+    store.remove("trace", info.key)
+    assert store.put("trace", info.key, sections)
+    if not with_neff:
+        compiled = _core.Store(str(tmp_path / "compile_cache"))
+        for found in compiled.entries():
+            compiled.remove(found.kind, found.key)
+    counters = start()
+    assert (counters.traces, counters.trace_hits) == (1, 0)
+    assert start().traces == 0

@@ -1,10 +1,13 @@
-"""The memory budget of the KV cache (spec VI-8)."""
+"""The memory budget of the KV cache (spec VI-8), and what a worker says of its errors."""
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
-from vllm_neuron.vllm.worker import GIB, kv_cache_budget
+from vllm_neuron.errors import CompileError
+from vllm_neuron.vllm.worker import GIB, _errors_logged, kv_cache_budget
 
 
 def budget(**changes):
@@ -42,3 +45,20 @@ def test_below_the_minimum():
     assert budget(model_bytes=int(7.5 * GIB), minimum_gib=0.5) == GIB // 2
     with pytest.raises(RuntimeError, match=r"-1\.00 GiB < 1 GiB"):
         budget(model_bytes=9 * GIB)
+
+
+def test_an_error_is_logged_where_it_happens(caplog):
+    error = CompileError(
+        "bucket decode_b4: neuronx-cc failed: out of memory",
+        bucket="decode_b4",
+        command=None,
+        exit_code=70,
+        log_path=None,
+        reason="out of memory",
+    )
+    with pytest.raises(CompileError) as caught, _errors_logged():
+        raise error
+    assert caught.value is error
+    assert [(r.levelno, r.getMessage()) for r in caplog.records] == [
+        (logging.ERROR, "CompileError: bucket decode_b4: neuronx-cc failed: out of memory")
+    ]

@@ -74,7 +74,14 @@ def plugin_digest() -> str:
     The version alone would not see an edited installation.
     """
     package = Path(__file__).parent.parent
-    tracing = ("binding.py", "capture.py", "dynamo_trace.py", "premises.py", "trace_record.py")
+    tracing = (
+        "binding.py",
+        "capture.py",
+        "dynamo_trace.py",
+        "environment_reads.py",
+        "premises.py",
+        "trace_record.py",
+    )
     shaping = [
         *(package / name for name in tracing),
         *sorted((package / "lowering").rglob("*.py")),

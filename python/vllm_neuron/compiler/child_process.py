@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,7 @@ def run_child(
     environment: Mapping[str, str],
     stall_s: float,
     watched: Sequence[Path] = (),
+    is_stopped: threading.Event | None = None,
 ) -> ChildRun:
     """Run a command to its end; whatever happens, nothing of its session is left running.
 
@@ -60,6 +62,7 @@ def run_child(
         environment: its environment.
         stall_s: seconds without new output and without processor time after which it is killed.
         watched: more files whose growth is a sign of life.
+        is_stopped: once set, the child is killed.
 
     Raises:
         OSError: it cannot be started.
@@ -85,6 +88,8 @@ def run_child(
             if pid:
                 reaped = True
                 break
+            if is_stopped is not None and is_stopped.is_set():
+                _kill_session(child.pid)
             if life.silence_s() > stall_s and not stalled:
                 stalled = True
                 _kill_session(child.pid)

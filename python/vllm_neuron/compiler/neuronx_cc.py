@@ -155,6 +155,7 @@ class NeuronxCompiler:
         version: its full version.
         target: the target.
         runs: what each run that gave a NEFF took, by bucket.
+        is_stopped: set by `stop`.
         stall_s: as given.
 
     Raises:
@@ -181,6 +182,11 @@ class NeuronxCompiler:
         self.stall_s = stall_s
         self._work_root = work_root
         self._counting = threading.Lock()
+        self.is_stopped = threading.Event()
+
+    def stop(self) -> None:
+        """Kill the compilers that run; no other is started."""
+        self.is_stopped.set()
 
     def key_factors(self) -> dict[str, str]:
         """Return what enters compile keys besides module and arguments."""
@@ -290,6 +296,7 @@ class _Run:
                 environment=environment,
                 stall_s=self._compiler.stall_s,
                 watched=[self._folder / _LOG],
+                is_stopped=self._compiler.is_stopped,
             )
         except OSError as error:
             raise self._error(Outcome.NOT_STARTED, str(error), "check the installation") from error

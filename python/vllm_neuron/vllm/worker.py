@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +17,7 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from vllm_neuron import route
 from vllm_neuron.device import Mode
+from vllm_neuron.errors import NeuronError
 from vllm_neuron.vllm.buckets import resolve_buckets
 from vllm_neuron.vllm.config import neuron_config_of
 from vllm_neuron.vllm.execution import make_execution
@@ -70,6 +73,19 @@ def kv_cache_budget(
     return budget
 
 
+@contextlib.contextmanager
+def _errors_logged() -> Iterator[None]:
+    """Write an error of the plugin to the log of the process that it happens in.
+
+    What reaches the front-end of a server is often only that a process ended.
+    """
+    try:
+        yield
+    except NeuronError as error:
+        logger.error("%s: %s", type(error).__name__, error)
+        raise
+
+
 class NeuronWorker(WorkerBase):
     """One rank of an engine; the order of the methods is that of the calls (VI-3)."""
 
@@ -117,7 +133,7 @@ class NeuronWorker(WorkerBase):
             ConfigurationError: the model cannot be served.
         """
         # vLLM sets its current configuration for init_device() and initialize_from_config() only.
-        with set_current_vllm_config(self.vllm_config):
+        with _errors_logged(), set_current_vllm_config(self.vllm_config):
             self.model_runner.load_model()
 
     def get_supported_tasks(self) -> tuple[str, ...]:
@@ -158,14 +174,15 @@ class NeuronWorker(WorkerBase):
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocates the KV cache."""
-        self.model_runner.initialize_kv_cache(kv_cache_config)
+        with _errors_logged():
+            self.model_runner.initialize_kv_cache(kv_cache_config)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Has every graph compiled or loaded, and runs each once (VI-4)."""
         started = time.perf_counter()
         settings = self.start.settings
         neither = settings["VLLM_NEURON_SKIP_PREFILL_DECODE_WARMUP"]
-        with set_current_vllm_config(self.vllm_config):
+        with _errors_logged(), set_current_vllm_config(self.vllm_config):
             self.model_runner.build_graphs(
                 skip_prefill=neither or settings["VLLM_NEURON_SKIP_PREFILL_WARMUP"],
                 skip_decode=neither or settings["VLLM_NEURON_SKIP_DECODE_WARMUP"],
