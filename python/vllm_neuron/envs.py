@@ -32,11 +32,12 @@ __all__ = [
     "is_native_backend",
     "is_service_variable",
     "read_settings",
+    "size_in_bytes",
     "temporary_file_system",
     "unknown_variables",
 ]
 
-Kind = Literal["bool", "int", "float", "str", "path", "choice", "log level"]
+Kind = Literal["bool", "int", "float", "size", "str", "path", "choice", "log level"]
 Value = bool | int | float | str | Path | None
 
 TRUE_WORDS = frozenset({"1", "true", "yes", "on"})
@@ -137,6 +138,7 @@ _ROWS = (
     Variable("TORCH_CACHING_PRECOMPILE", "bool", None, _ACTS, _NOT, "0 turns the Precompile Cache off"),
     Variable("NEURON_COMPILED_ARTIFACTS", "path", None, _ACTS, _NOT, "additional cache directory, read and written"),
     Variable("NEURON_LIBTORCH_REMOTE_CACHE", "path", None, _ACTS, _NOT, "shared cache directory, read before anything is compiled", aliases=_old("REMOTE_CACHE")),
+    Variable("VLLM_NEURON_CACHE_MAX_SIZE", "size", None, _ACTS, _NOT, "most bytes that the local caches take; the entries used longest ago go"),
     Variable("VLLM_NEURON_CACHE_PROMOTE", "bool", False, _ACTS, _NOT, "copy new entries to the shared cache directory"),
     Variable("NEURON_LIBTORCH_DISABLE_COMPILE_CACHE", "bool", False, _ACTS, _NOT, "no compilation cache", aliases=_old("DISABLE_COMPILE_CACHE")),
     Variable("NEURON_LIBTORCH_COMPILATION_TIMEOUT", "int", 600, _ACTS, _NOT, "seconds to wait on a holder without a sign of life", above=0, aliases=_old("COMPILATION_TIMEOUT")),
@@ -402,6 +404,10 @@ def _parse(row: Variable, text: str, source: str) -> Value:
             if not (above and (row.at_most is None or number <= row.at_most)):
                 raise fail(expected)
             return number
+        case "size":
+            if (size := size_in_bytes(text)) is None:
+                raise fail("a size above 0 such as 500M, 20G or a number of bytes")
+            return size
         case "choice":
             if text not in row.choices:
                 raise fail(f"{', '.join(row.choices[:-1])} or {row.choices[-1]}")
@@ -428,6 +434,16 @@ def _notice(row: Variable, source: str, text: str) -> str | None:
             return f"{source}={text} has no effect{instead}."
         case _:
             return None
+
+
+def size_in_bytes(text: str) -> int | None:
+    """Parse a size such as `20G`, `1.5 GiB` or `4096`; units are binary. None if it is none."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:i?B)?|B)?", text.strip(), re.IGNORECASE)
+    if found is None:
+        return None
+    number, unit = found.groups()
+    size = int(float(number) * 1024 ** (" KMGT".index(unit.upper()) if unit else 0))
+    return size if size > 0 else None
 
 
 def is_service_variable(name: str) -> bool:

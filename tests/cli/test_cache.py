@@ -46,11 +46,11 @@ def run(*arguments: str, environment: dict[str, str] | None = None) -> tuple[str
 def test_table_shows_every_entry(root):
     output, errors = run("--root", str(root))
     header, *rows, total = output.splitlines()
-    assert header.split() == ["KIND", "KEY", "SIZE", "AGE", "MODEL", "BUCKET", "ROUTE"]
+    assert header.split() == ["KIND", "KEY", "SIZE", "AGE", "USED", "MODEL", "BUCKET", "ROUTE"]
     cells = {row.split()[0]: row for row in rows}
     assert cells["trace"].split()[1] == key(1)[:32]
-    assert cells["trace"].split(maxsplit=6)[2:4] == ["20.0", "KiB"]
-    assert cells["trace"].split(maxsplit=6)[6] == f"{'Llama':<28}  decode 8    native"
+    assert cells["trace"].split(maxsplit=8)[2:4] == ["20.0", "KiB"]
+    assert cells["trace"].split(maxsplit=8)[8] == f"{'Llama':<28}  decode 8    native"
     assert "2.9 MiB" in cells["neff"]
     assert r'{"name": "evil\u001b[31m\n"}  prefill 64  -' in cells["neff"]
     assert cells["lowering"].split()[-3:] == ["-", "-", "-"]
@@ -70,6 +70,7 @@ def test_json_has_every_field(root):
         "path": str(path),
         "size_bytes": path.stat().st_size,
         "modified_s": pytest.approx(path.stat().st_mtime),
+        "last_used_s": pytest.approx(path.stat().st_mtime, abs=5),
         "sections": {"record": len(json.dumps(TRACE)), "module": 9000},
         **TRACE,
     }
@@ -92,7 +93,7 @@ def test_root_is_the_servers(root):
 def test_empty_and_missing_caches_are_listed(tmp_path):
     output, errors = run("--root", str(tmp_path / "missing"))
     assert output.splitlines() == [
-        "KIND  KEY  SIZE  AGE  MODEL  BUCKET  ROUTE",
+        "KIND  KEY  SIZE  AGE  USED  MODEL  BUCKET  ROUTE",
         "0 entries, 0 B",
     ]
     assert errors == ""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import resource
 import subprocess
 import sys
 import tarfile
@@ -217,6 +219,38 @@ def test_a_hostile_bundle_writes_nothing(root, tmp_path):
     assert "Error: " in run("import", str(tmp_path / "junk"), "--root", str(target), code=1).output
 
 
+def test_gc_removes_what_was_used_longest_ago(root):
+    compiled = root / "neuron" / "compile_cache"
+    store = _core.Store(str(compiled))
+    for number in range(0x30, 0x38):
+        store.put("neff", key(number), {"neff": bytes(1 << 20)})
+    long_ago = time.time() - 10_000
+    for info in store.entries():
+        number = int(info.key[:2], 16)
+        os.utime(info.path, (long_ago + number, long_ago + number))
+    options = ("--max-size", "4M", "--root", str(root))
+    would = json.loads(run("gc", "--dry-run", "--json", *options).output)
+    assert len(keys_in(compiled)) == 10
+    done = json.loads(run("gc", "--json", *options).output)
+    assert done | {"dry_run": True} == would
+    # Three quarters of 4 MiB: two entries of a page more than 1 MiB.
+    assert keys_in(compiled) == ["36", "37"]
+    assert keys_in(root / "neuron" / "precompile") == ["01"]
+    assert (
+        run("gc", "--max-age", "1h", "--root", str(root))
+        .output.splitlines()[0]
+        .startswith("2 entries removed, 2.0 MiB")
+    )
+    assert keys_in(compiled) == []
+
+
+@pytest.mark.parametrize(
+    "arguments", [(), ("--max-age", "soon"), ("--max-size", "0"), ("--max-age", "5w")]
+)
+def test_gc_says_what_it_needs(root, arguments):
+    run("gc", *arguments, "--root", str(root), code=2)
+
+
 def test_clear_asks_and_removes_every_entry(root):
     kept = CliRunner().invoke(cache, ["clear", "--root", str(root)], input="n\n")
     assert kept.exit_code == 1
@@ -235,10 +269,18 @@ def test_root_and_directory_exclude_each_other(root):
 
 @pytest.mark.parametrize(
     "arguments",
-    [("ls",), ("why",), ("show", "02"), ("verify",), ("path",), ("promote", "--to", "shared")],
+    [
+        ("ls",),
+        ("gc", "--max-age", "1d"),
+        ("why",),
+        ("show", "02"),
+        ("verify",),
+        ("path",),
+        ("promote", "--to", "shared"),
+    ],
 )
 def test_commands_start_without_torch_in_a_fifth_of_a_second(root, tmp_path, arguments):
-    """The fastest of several, since the machine may be busy."""
+    """In processor time, since the machine may be busy with other tests."""
     code = (
         "import sys; from vllm_neuron.cli import main\n"
         f"sys.argv[1:] = ['cache', *{arguments!r}, '--root', {str(root)!r}]\n"
@@ -248,10 +290,9 @@ def test_commands_start_without_torch_in_a_fifth_of_a_second(root, tmp_path, arg
         "assert not heavy, heavy"
     )
     seconds = []
-    for _ in range(8):
-        started = time.monotonic()
+    while not seconds or (seconds[-1] > 0.2 and len(seconds) < 5):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, capture_output=True)
-        seconds.append(time.monotonic() - started)
-        if seconds[-1] < 0.2:
-            break
-    assert min(seconds) < 0.2, seconds
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
+    assert seconds[-1] < 0.2, seconds

@@ -132,8 +132,15 @@ def test_the_new_name_wins_over_the_old_one():
     assert same.notices[0] == f"{OLD} is the old name of {NEW}, which is set too; unset it."
 
 
-SAMPLES = {"bool": ("1", "0"), "int": ("3",), "float": ("0.5",), "path": ("/x",), "str": ("x",)}
-SAMPLES["log level"] = ("DEBUG",)
+SAMPLES = {
+    "size": ("20G",),
+    "bool": ("1", "0"),
+    "int": ("3",),
+    "float": ("0.5",),
+    "path": ("/x",),
+    "str": ("x",),
+}
+SAMPLES |= {"log level": ("DEBUG",), "size": ("20G",)}
 
 
 @pytest.mark.parametrize("row", envs.VARIABLES.values(), ids=lambda row: row.name)
@@ -389,3 +396,26 @@ def test_a_user_name_cannot_lead_out_of_the_temporary_directory(tmp_path, user):
     settings = read_settings({"XDG_CACHE_HOME": "/home/me/.cache", "USER": user}, mounts=mounts)
     expected = f"/tmp/vllm_neuron_wdir_{os.getuid()}/neuron/compile_cache"
     assert str(settings.compile_cache_directory) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("4096", 4096),
+        ("1K", 1 << 10),
+        ("500M", 500 << 20),
+        ("20G", 20 << 30),
+        ("1.5 GiB", 3 << 29),
+        ("2tb", 2 << 40),
+        ("7B", 7),
+    ],
+)
+def test_sizes(text, size):
+    name = "VLLM_NEURON_CACHE_MAX_SIZE"
+    assert read_settings({name: text})[name] == size
+
+
+@pytest.mark.parametrize("text", ["0", "-1G", "G", "10 apples", "1e9"])
+def test_what_is_no_size_is_an_error(text):
+    with pytest.raises(ConfigurationError, match="expected a size above 0 such as 500M, 20G"):
+        read_settings({"VLLM_NEURON_CACHE_MAX_SIZE": text})

@@ -13,7 +13,8 @@ import pytest
 from tests.pipeline.step_modules import CachedProjection, build, counts, make_pipeline
 from tests.pipeline.test_pipeline import EVERYTHING, NOTHING, entries, start
 from vllm_neuron import _core
-from vllm_neuron.cache import save_cache
+from vllm_neuron.cache import keys, save_cache
+from vllm_neuron.cache.tiers import Tiers
 from vllm_neuron.errors import CacheMissError
 from vllm_neuron.pipeline import Pipeline
 
@@ -106,7 +107,8 @@ def test_compiled_artefacts_are_read_and_written_t14(filled, remote, tmp_path):
     other = start(tmp_path / "two", artifacts=place, remote=remote)
     assert counts(other) == NOTHING
     assert requests(other) == {("local", "miss"): 2, ("artifacts", "hit"): 2}
-    assert not (tmp_path / "two").exists()
+    # Nothing is copied; only the report of the start is there.
+    assert [path.name for path in (tmp_path / "two").rglob("*")] == ["neuron", "last_start.json"]
 
 
 def test_foreign_content_of_compiled_artefacts_is_a_miss_t14(filled, tmp_path, caplog):
@@ -231,3 +233,19 @@ def test_entries_have_the_readers_of_their_directory(filled, tmp_path):
 def test_one_by_one_gives_the_same(tmp_path):
     assert counts(start(tmp_path, one_by_one=True)) == EVERYTHING
     assert counts(start(tmp_path)) == NOTHING
+
+
+def test_the_local_cache_stays_within_its_size_h01(tmp_path):
+    """bugs H01: never above the limit; what was used longest ago goes first."""
+    limit, size = 10 << 20, 1 << 20
+    tiers = Tiers(
+        tmp_path, name="c", logger=logging.getLogger("c"), max_size_bytes=limit, remote=None
+    )
+    made = [keys.key_of("neff", {"number": number}) for number in range(40)]
+    for number, key in enumerate(made):
+        tiers.put("neff", key, {"neff": bytes([number]) * (size - 8192)})
+        total = sum(path.stat().st_size for path in tmp_path.glob("v1/??/*"))
+        assert total <= limit
+    kept = {info.key for info in _core.Store(str(tmp_path)).entries()}
+    assert kept == {key.hex for key in made[-len(kept) :]}
+    assert len(kept) == 10

@@ -68,6 +68,23 @@ class EntryStore:
         except (OSError, StoreError) as error:
             self._logger.warning("%s: not removed from %s: %s", self._name, self.root, error)
 
+    def evict(self, max_size_bytes: int) -> None:
+        """Remove the entries used longest ago until the rest takes no more than a size."""
+        try:
+            done = self._store.evict(max_size_bytes=max_size_bytes, min_age_s=0.0)
+        except (OSError, StoreError) as error:
+            self._logger.warning("%s: nothing removed from %s: %s", self._name, self.root, error)
+            return
+        if done.removed:
+            self._logger.info(
+                "%s: removed the %d entries used longest ago (%d bytes) to keep %d bytes",
+                self._name,
+                len(done.removed),
+                done.removed_bytes,
+                max_size_bytes,
+            )
+        self._log_problems()
+
     def lock(self, key: str, *, note: str) -> _core.KeyLock:
         """Return the single-flight lock of a key; `note` says to waiters what its holder does."""
         return self._store.lock(key, note=note)

@@ -20,7 +20,10 @@ from vllm_neuron.cache.entries import EntryStore, sections_of
 if TYPE_CHECKING:
     from vllm_neuron.envs import Settings
 
-__all__ = ["Tiers", "tiers_of"]
+__all__ = ["COMPILATION_SHARE", "PRECOMPILE_SHARE", "Tiers", "tiers_of"]
+
+#: Parts of the size limit. A trace is a fraction of a NEFF, and worth as much time.
+PRECOMPILE_SHARE, COMPILATION_SHARE = 0.25, 0.75
 
 LOCAL, ARTIFACTS, REMOTE = "local", "artifacts", "remote"
 
@@ -35,6 +38,7 @@ class Tiers:
         artifacts: directory of the compiled artefacts, or None.
         remote: directory of the remote tier, or None.
         promotes: whether what is stored locally goes to the remote tier too.
+        max_size_bytes: most bytes of the local tier's entries, or None; those used longest ago go.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class Tiers:
         artifacts: Path | None = None,
         remote: Path | None = None,
         promotes: bool = False,
+        max_size_bytes: int | None = None,
     ) -> None:
         def store(root: Path, tier: str) -> EntryStore:
             return EntryStore(root, name=f"{name} ({tier})", logger=logger)
@@ -57,6 +62,7 @@ class Tiers:
         self.requests: Counter[tuple[str, str]] = Counter()
         self._logger = logger
         self._promotes = promotes
+        self._max_size_bytes = max_size_bytes
 
     def directories(self) -> dict[str, Path]:
         """The directory of each tier, from near to far."""
@@ -92,14 +98,14 @@ class Tiers:
             self.remote.root,
         )
         # `get` and `put` verify the checksums of what they read and found.
-        if self.local.put(kind, key.hex, sections_of(entry)):
+        if self._put_locally(kind, key, sections_of(entry)):
             self._logger.info("Remote artifacts fetched to local cache: %s", key.short)
         # A local tier that takes no writes costs the copy, not the hit.
         return self.local.get(kind, key.hex) or entry
 
     def put(self, kind: str, key: _core.Key, sections: Mapping[str, bytes | memoryview]) -> None:
         """Publish an entry in the local tier and the compiled artefacts; promote it if asked."""
-        if self.local.put(kind, key.hex, sections) and kind == "neff":
+        if self._put_locally(kind, key, sections) and kind == "neff":
             self._logger.info("Stored compilation artifacts in local cache: %s", key.short)
         if self.artifacts is not None:
             self.artifacts.put(kind, key.hex, sections)
@@ -125,6 +131,14 @@ class Tiers:
             if store is not None:
                 yield from store.described(kind)
 
+    def _put_locally(
+        self, kind: str, key: _core.Key, sections: Mapping[str, bytes | memoryview]
+    ) -> bool:
+        is_new = self.local.put(kind, key.hex, sections)
+        if is_new and self._max_size_bytes is not None:
+            self.local.evict(self._max_size_bytes)
+        return is_new
+
     def _look_up(
         self, tier: str, store: EntryStore, kind: str, key: _core.Key
     ) -> _core.Entry | None:
@@ -133,8 +147,19 @@ class Tiers:
         return entry
 
 
-def tiers_of(settings: Settings, local: Path, *, name: str, logger: logging.Logger) -> Tiers:
-    """The tiers of the cache that is at `local`, as the settings of a start have them."""
+def tiers_of(
+    settings: Settings, local: Path, *, name: str, logger: logging.Logger, share: float
+) -> Tiers:
+    """The tiers of the cache that is at `local`, as the settings of a start have them.
+
+    Args:
+        settings: of the start.
+        local: directory of the local tier.
+        name: how the log names the cache.
+        logger: where its lines go.
+        share: its part of `VLLM_NEURON_CACHE_MAX_SIZE`.
+    """
+    limit = settings["VLLM_NEURON_CACHE_MAX_SIZE"]
     return Tiers(
         local,
         name=name,
@@ -142,4 +167,5 @@ def tiers_of(settings: Settings, local: Path, *, name: str, logger: logging.Logg
         artifacts=settings["NEURON_COMPILED_ARTIFACTS"],
         remote=settings["NEURON_LIBTORCH_REMOTE_CACHE"],
         promotes=settings["VLLM_NEURON_CACHE_PROMOTE"],
+        max_size_bytes=None if limit is None else int(limit * share),
     )

@@ -34,7 +34,7 @@ __all__ = ["cache"]
 _DESCRIPTION = ("model", "bucket", "route")
 #: Sections that may have them; the first one wins. Source: docs/entry-format.md, "Sections".
 _DESCRIBING_SECTIONS = ("record", "factors")
-_COLUMNS = ("KIND", "KEY", "SIZE", "AGE", "MODEL", "BUCKET", "ROUTE")
+_COLUMNS = ("KIND", "KEY", "SIZE", "AGE", "USED", "MODEL", "BUCKET", "ROUTE")
 #: Digits of a key that a table shows: those of `Key.short`.
 _KEY_DIGITS = 32
 #: What a section is called in a directory of unpacked ones, by kind of payload.
@@ -100,6 +100,7 @@ def show(*, caches: Caches, key: str, as_json: bool, unpack: Path | None) -> Non
         click.echo(f"{name + ':':<10}{text(row[name])}")
     click.echo(f"{'size:':<10}{size(row['size_bytes'])}")
     click.echo(f"{'age:':<10}{age(time.time() - row['modified_s'])}")
+    click.echo(f"{'used:':<10}{age(time.time() - row['last_used_s'])} ago")
     for name, length in info.sections.items():
         click.echo(f"section   {name}: {size(length)}")
     for name, value in (row["factors"] or {}).items():
@@ -189,6 +190,7 @@ def _describe(store: _core.Store, info: _core.EntryInfo) -> dict[str, Any]:
         "path": info.path,
         "size_bytes": info.size_bytes,
         "modified_s": info.modified_s,
+        "last_used_s": info.last_used_s,
         "sections": info.sections,
         **dict.fromkeys(_DESCRIPTION),
     }
@@ -212,6 +214,7 @@ def _print_table(entries: Sequence[dict[str, Any]]) -> None:
                 entry["key"][:_KEY_DIGITS],
                 size(entry["size_bytes"]),
                 age(now_s - entry["modified_s"]),
+                age(now_s - entry["last_used_s"]),
                 *(text(entry[name]) for name in _DESCRIPTION),
             )
             for entry in entries

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import tarfile
 from pathlib import Path
+from typing import Any, ClassVar
 
 import click
 
-from vllm_neuron import _core
+from vllm_neuron import _core, envs
+from vllm_neuron.cache.tiers import COMPILATION_SHARE, PRECOMPILE_SHARE
 from vllm_neuron.cli.cache_places import (
     Caches,
     count,
@@ -158,5 +161,72 @@ def clear(*, caches: Caches, yes: bool) -> None:
     click.echo(f"{count(removed)} removed")
 
 
+class _Duration(click.ParamType):
+    """`90d`, `12h`, `30min` or seconds, as seconds."""
+
+    name = "duration"
+    _UNITS: ClassVar = {"": 1, "s": 1, "min": 60, "h": 3600, "d": 86400}
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> float:
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", value)
+        if found is None or found[2] not in self._UNITS:
+            self.fail(f"{value!r} is no duration such as 90d, 12h, 30min or 45s", param, ctx)
+        return float(found[1]) * self._UNITS[found[2]]
+
+
+class _Size(click.ParamType):
+    name = "size"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int:
+        if (found := envs.size_in_bytes(value)) is None:
+            self.fail(f"{value!r} is no size such as 500M or 20G", param, ctx)
+        return found
+
+
+@click.command()
+@click.option("--max-size", type=_Size(), help="Most bytes of all entries together, such as 20G.")
+@click.option("--max-age", type=_Duration(), help="Longest time since the last use, such as 90d.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@place_options
+def gc(
+    *, caches: Caches, max_size: int | None, max_age: float | None, dry_run: bool, as_json: bool
+) -> None:
+    """Remove the entries that were used longest ago.
+
+    With both caches the Precompile Cache gets a quarter of --max-size. Entries used within the last
+    minute stay. Servers that run keep what they have loaded.
+    """
+    if max_size is None and max_age is None:
+        raise click.UsageError("say what to keep: --max-size, --max-age or both")
+    shares = {"precompile": PRECOMPILE_SHARE, "compile_cache": COMPILATION_SHARE}
+    removed: list[_core.EvictedEntry] = []
+    kept = kept_bytes = 0
+    for name, place in caches.directories.items():
+        store = _core.Store(str(place))
+        limit = None if max_size is None else int(max_size * shares.get(name, 1.0))
+        try:
+            done = store.evict(max_size_bytes=limit, max_age_s=max_age, dry_run=dry_run)
+        except (OSError, StoreError) as error:
+            raise _failure(error) from error
+        print_problems(store)
+        removed += done.removed
+        kept, kept_bytes = kept + done.kept, kept_bytes + done.kept_bytes
+    removed_bytes = sum(entry.size_bytes for entry in removed)
+    if as_json:
+        report = {
+            "removed": [entry.key for entry in removed],
+            "removed_bytes": removed_bytes,
+            "kept": kept,
+            "kept_bytes": kept_bytes,
+            "dry_run": dry_run,
+        }
+        click.echo(json.dumps(report, indent=2))
+        return
+    would = "would be removed" if dry_run else "removed"
+    click.echo(f"{count(len(removed))} {would}, {size(removed_bytes)}")
+    click.echo(f"{count(kept)} kept, {size(kept_bytes)}")
+
+
 #: In the order of their definition; `cli.cache` adds them to its group.
-COMMANDS = (verify, promote, export_, import_, clear)
+COMMANDS = (verify, gc, promote, export_, import_, clear)

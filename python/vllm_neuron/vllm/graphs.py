@@ -11,7 +11,7 @@ import torch
 from vllm_neuron.cache.compilation import CompilationCache
 from vllm_neuron.cache.precompile import PrecompileCache
 from vllm_neuron.cache.start_report import report_path
-from vllm_neuron.cache.tiers import tiers_of
+from vllm_neuron.cache.tiers import COMPILATION_SHARE, PRECOMPILE_SHARE, tiers_of
 from vllm_neuron.compile_pool import default_workers
 from vllm_neuron.compiler.host import HostCompiler
 from vllm_neuron.lowering.native import NativeLowering
@@ -107,7 +107,11 @@ class CompiledExecution:
                     "variables": settings.key_factors(),
                 }
                 tiers = tiers_of(
-                    settings, settings.precompile_directory, name="Precompile Cache", logger=logger
+                    settings,
+                    settings.precompile_directory,
+                    name="Precompile Cache",
+                    logger=logger,
+                    share=PRECOMPILE_SHARE,
                 )
                 precompile = PrecompileCache(tiers, logger=logger)
             except UnkeyableConfigError as error:
@@ -119,6 +123,7 @@ class CompiledExecution:
                 settings.compile_cache_directory,
                 name="Compilation cache",
                 logger=logger,
+                share=COMPILATION_SHARE,
             )
         return Pipeline(
             route=record.route.value,
