@@ -8,7 +8,7 @@ graph. Weights and buffers are graph inputs that keep their names, never constan
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -53,11 +53,13 @@ class CapturedGraph:
             names the line of the model that made it.
         record: bindings, aliases and result structure.
         bucket: the bucket's name.
+        premises: what else the trace read; see `premises`.
     """
 
     graph_module: torch.fx.GraphModule
     record: TraceRecord
     bucket: str
+    premises: list[list[Any]] = field(default_factory=list)
 
 
 def capture(step: torch.nn.Module, args: tuple[Any, ...], *, bucket: str) -> CapturedGraph:
@@ -306,9 +308,9 @@ def _assemble(
         aliases=dict(enumerate(mutated)),
         result=result,
         sources=sources,
-        premises=trace.premises + variable_premises(variables_read_by(sources)),
     )
-    return CapturedGraph(graph_module, record, bucket)
+    premises = trace.premises + variable_premises(variables_read_by(sources))
+    return CapturedGraph(graph_module, record, bucket, premises)
 
 
 def _sources(trace: DynamoTrace) -> dict[str, str]:

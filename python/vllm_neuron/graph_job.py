@@ -96,6 +96,8 @@ class GraphJob:
     trace_key: _core.Key
     trace_factors: dict[str, Any]
     trace: TraceRecord | None = None
+    #: What the trace took for granted, as the Precompile Cache keeps it.
+    premises: bytes = b"[]"
     module: LoweredModule | None = None
     graph: CapturedGraph | None = None
     graph_digest: str | None = None

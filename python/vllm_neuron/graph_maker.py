@@ -104,7 +104,7 @@ class GraphMaker:
                     self._precompile.store(
                         job.trace_key,
                         job.trace_factors,
-                        CachedTrace(job.trace, job.module, job.graph_digest),
+                        CachedTrace(job.trace, job.premises, job.module, job.graph_digest),
                         describe=self._described(job),
                     )
             neff = self._compile(job)

@@ -30,6 +30,7 @@ from vllm_neuron.compile_pool import Progress, Work, run_largest_first
 from vllm_neuron.errors import CacheMissError, ExecutionError, GraphKeyError
 from vllm_neuron.graph_job import GraphJob, GraphSpec, PipelineCounters
 from vllm_neuron.graph_maker import GraphMaker
+from vllm_neuron.premises import PremiseChecks, encode_premises
 
 if TYPE_CHECKING:
     import torch
@@ -159,7 +160,8 @@ class Pipeline:
         described = {
             key: (module_state(step), describe_tensors(step)) for key, step in steps.items()
         }
-        jobs = [self._look_up_trace(spec, described[id(spec.step)]) for spec in specs]
+        checks = PremiseChecks()
+        jobs = [self._look_up_trace(spec, described[id(spec.step)], checks) for spec in specs]
         self.counters.add(graphs=len(jobs))
         return jobs
 
@@ -177,7 +179,9 @@ class Pipeline:
             error=None if error is None else f"{type(error).__name__}: {error}",
         )
 
-    def _look_up_trace(self, spec: GraphSpec, described: tuple[str, Any]) -> GraphJob:
+    def _look_up_trace(
+        self, spec: GraphSpec, described: tuple[str, Any], checks: PremiseChecks
+    ) -> GraphJob:
         state, weights = described
         factors = keys.trace_factors(
             bucket=spec.bucket,
@@ -192,7 +196,9 @@ class Pipeline:
         )
         job = GraphJob(spec, keys.key_of("trace", factors), factors)
         if self._precompile is not None:
-            found = self._precompile.load(job.trace_key, factors, spec.step, spec.args)
+            found = self._precompile.load(
+                job.trace_key, factors, spec.step, spec.args, checks=checks
+            )
             if found is not None:
                 self.counters.trace_hits += 1
                 job.is_from_cache = True
@@ -268,6 +274,7 @@ class Pipeline:
         self.counters.add(traces=1)
         self.counters.spent(job.spec.bucket, "trace", seconds)
         job.trace = graph.record
+        job.premises = encode_premises(graph.premises)
         self._logger.info("Traced %s in %.2f s", job.spec.bucket, seconds)
         try:
             job.graph_digest = _core.graph_digest(graph.graph_module)

@@ -2,9 +2,9 @@
 
 Dynamo guards everything that it reads while it traces: constants in attributes, globals, closures
 and class bodies, lengths, dictionary keys, types, which function an attribute holds, which tensors
-are the same object. Each such guard becomes a premise, kept in the trace record and looked at again
-before the record is used. So a trace is stale exactly if something that it read has changed, and
-values that it did not read (paths, ports, ids) do not matter.
+are the same object. Each such guard becomes a premise, kept with the trace record and looked at
+again before the record is used. So a trace is stale exactly if something that it read has changed,
+and values that it did not read (paths, ports, ids) do not matter.
 
 A premise is JSON: `[check, path, argument, expected]`. A path starts at the step module or at a
 loaded module. Following it runs no code of the objects on it, whatever a record says: only instance
@@ -26,7 +26,15 @@ from vllm_neuron import _core
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["broken_premise", "parse_premises", "plain", "premises_of", "variable_premises"]
+__all__ = [
+    "PremiseChecks",
+    "broken_premise",
+    "encode_premises",
+    "parse_premises",
+    "plain",
+    "premises_of",
+    "variable_premises",
+]
 
 #: Dynamo's guards that become premises, by name of the guard. Left out are those of tensors, which
 #: the graph's inputs cover, and of torch's own modules and settings.
@@ -191,18 +199,48 @@ def broken_premise(premises: Iterable[Any], step: torch.nn.Module) -> str | None
     return None
 
 
+class PremiseChecks:
+    """The premises that one start has found to hold.
+
+    The buckets of a step mostly took the same for granted: equal sets are looked at once. Lives no
+    longer than the steps it is asked about, nor than their state stays as it is.
+    """
+
+    def __init__(self) -> None:
+        self._held: set[tuple[int, str]] = set()
+
+    def broken(self, premises: bytes, step: torch.nn.Module) -> str | None:
+        """Say which of the premises, as `encode_premises` wrote them, does not hold for `step`.
+
+        Raises:
+            ValueError: the bytes are no premises.
+        """
+        identity = (id(step), _core.digest(premises))
+        if identity in self._held:
+            return None
+        broken = broken_premise(parse_premises(json.loads(premises)), step)
+        if broken is None:
+            self._held.add(identity)
+        return broken
+
+
+def encode_premises(premises: list[list[Any]]) -> bytes:
+    """Premises as JSON, byte for byte the same for equal ones."""
+    return json.dumps(premises, separators=(",", ":"), allow_nan=False).encode()
+
+
 def parse_premises(value: Any) -> list[list[Any]]:
-    """Parse the premises of a record.
+    """Parse the premises of an entry.
 
     Raises:
         ValueError: they do not have the form that `premises_of` gives.
     """
     if not isinstance(value, list):
-        raise ValueError("trace record: premises must be a list")
+        raise ValueError("premises must be a list")
     checks = {*_CHECKS.values(), _VARIABLE}
     for item in value:
         if not (isinstance(item, list) and len(item) == 4 and item[0] in checks):
-            raise ValueError(f"trace record: bad premise {item!r:.80}")
+            raise ValueError(f"bad premise {item!r:.80}")
         for path in (item[1], item[2]) if item[0] == "same" else (item[1],):
             if not (
                 isinstance(path, list)
@@ -211,7 +249,7 @@ def parse_premises(value: Any) -> list[list[Any]]:
                 and all(isinstance(part[0], str) for part in path)
                 and isinstance(path[0][1], str)
             ):
-                raise ValueError(f"trace record: bad path {path!r:.80} in a premise")
+                raise ValueError(f"bad path {path!r:.80} in a premise")
     return value
 
 

@@ -12,16 +12,14 @@ import importlib.machinery
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, get_args
 
-from vllm_neuron.premises import parse_premises
-
 __all__ = ["DTYPES", "GraphInput", "TensorSpec", "TraceRecord", "source_digests", "source_file"]
 
-_FORMAT = 2
+_FORMAT = 3
 
 InputKind = Literal["parameter", "buffer", "attribute", "argument"]
 
@@ -70,7 +68,6 @@ class TraceRecord:
             `["dict", [[key, tree], ...]]`, or `["torch.return_types.NAME", [...]]`.
         sources: Python module name to the BLAKE3 hex digest of its source file, for every
             module whose code the trace inlined.
-        premises: what else the trace read; see `premises`.
     """
 
     inputs: tuple[GraphInput, ...]
@@ -78,7 +75,6 @@ class TraceRecord:
     aliases: dict[int, int]
     result: Any
     sources: dict[str, str]
-    premises: list[Any] = field(default_factory=list)
 
     def to_json(self) -> bytes:
         """Serialise, byte for byte the same for equal records."""
@@ -89,7 +85,6 @@ class TraceRecord:
             "aliases": [[o, i] for o, i in sorted(self.aliases.items())],
             "result": self.result,
             "sources": dict(sorted(self.sources.items())),
-            "premises": self.premises,
         }
         return json.dumps(tree, separators=(",", ":"), allow_nan=False).encode()
 
@@ -104,7 +99,16 @@ class TraceRecord:
             tree = json.loads(data)
         except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"trace record is not JSON: {error}") from None
-        fields = {"format", "inputs", "outputs", "aliases", "result", "sources", "premises"}
+        return cls.from_tree(tree)
+
+    @classmethod
+    def from_tree(cls, tree: Any) -> TraceRecord:
+        """Read what JSON made of the bytes of `to_json`.
+
+        Raises:
+            ValueError: it is not a record of this format.
+        """
+        fields = {"format", "inputs", "outputs", "aliases", "result", "sources"}
         if not isinstance(tree, dict) or set(tree) != fields:
             raise ValueError(f"trace record: expected an object with the fields {sorted(fields)}")
         if tree["format"] != _FORMAT:
@@ -129,8 +133,7 @@ class TraceRecord:
         ):
             raise ValueError("trace record: sources must map module names to digests")
         _check_result(tree["result"], len(outputs), len(inputs))
-        premises = parse_premises(tree["premises"])
-        return cls(inputs, outputs, aliases, tree["result"], sources, premises)
+        return cls(inputs, outputs, aliases, tree["result"], sources)
 
     def sources_changed(self) -> list[str]:
         """Modules whose source file now has another digest, or can no longer be found.

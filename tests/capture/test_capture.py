@@ -96,7 +96,7 @@ def test_record_survives_json(record):
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        (b'"format":2', b'"format":3'),
+        (b'"format":3', b'"format":4'),
         (b'"parameter"', b'"weights"'),
         (b'"float32"', b'"float31"'),
         (b'["output",2]', b'["output",99]'),

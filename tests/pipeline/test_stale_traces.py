@@ -13,8 +13,12 @@ from torch import nn
 from tests.pipeline.step_modules import make_pipeline
 from vllm_neuron import _core
 from vllm_neuron.pipeline import GraphSpec
-from vllm_neuron.premises import broken_premise, variable_premises
-from vllm_neuron.trace_record import TraceRecord
+from vllm_neuron.premises import (
+    PremiseChecks,
+    broken_premise,
+    encode_premises,
+    variable_premises,
+)
 
 FACTOR = 2.0
 TABLE = {"bias": 1.0}
@@ -230,7 +234,6 @@ def test_following_a_premise_runs_no_code_of_the_model():
 
     step = Step()
     step.trap = Trap()
-    record = TraceRecord((), (), {}, ["const", None], {})
     for check in (
         "value",
         "type",
@@ -243,11 +246,8 @@ def test_following_a_premise_runs_no_code_of_the_model():
     ):
         for name in ("value", "missing", "__class__", "__dict__"):
             path = [["step", ""], ["attr", "trap"], ["attr", name]]
-            tree = json.loads(record.to_json()) | {
-                "premises": [[check, path, "value", "no such state"]]
-            }
-            premises = TraceRecord.from_json(json.dumps(tree).encode()).premises
-            assert broken_premise(premises, step) is not None
+            premises = encode_premises([[check, path, "value", "no such state"]])
+            assert PremiseChecks().broken(premises, step) is not None
     assert calls == []
 
 
@@ -267,9 +267,8 @@ def test_following_a_premise_runs_no_code_of_the_model():
     ],
 )
 def test_malformed_premises_are_refused(premises):
-    tree = json.loads(TraceRecord((), (), {}, ["const", None], {}).to_json())
-    with pytest.raises(ValueError, match="trace record"):
-        TraceRecord.from_json(json.dumps(tree | {"premises": premises}).encode())
+    with pytest.raises(ValueError, match="premise"):
+        PremiseChecks().broken(json.dumps(premises).encode(), Step())
 
 
 @pytest.mark.parametrize("argument", [None, [], {}, 1.5, "x"])

@@ -19,7 +19,7 @@ from vllm_neuron.cache import keys
 from vllm_neuron.cache.explain import Miss, MissReasons
 from vllm_neuron.cache.tiers import Tiers
 from vllm_neuron.lowering.module import LoweredModule
-from vllm_neuron.premises import broken_premise
+from vllm_neuron.premises import PremiseChecks
 from vllm_neuron.trace_record import TensorSpec, TraceRecord
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["CachedTrace", "PrecompileCache"]
 
 #: Version of the "record" section of a trace entry.
-RECORD_SCHEMA = 1
+RECORD_SCHEMA = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,7 @@ class CachedTrace:
     """What a hit gives: enough to load a compiled graph without tracing or lowering it."""
 
     trace: TraceRecord
+    premises: bytes
     module: LoweredModule
     graph_digest: str
 
@@ -63,6 +64,8 @@ class PrecompileCache:
         factors: Mapping[str, Any],
         step: torch.nn.Module,
         args: Sequence[Any],
+        *,
+        checks: PremiseChecks,
     ) -> CachedTrace | None:
         """Look a trace up and check it against what it will be bound to.
 
@@ -71,6 +74,7 @@ class PrecompileCache:
             factors: the factors of the key, to explain a miss.
             step: the step module whose weights the trace will be bound to.
             args: example arguments of the step.
+            checks: the premises that this start has looked at so far.
 
         Returns:
             The trace, or None on a miss. The reason of a miss is logged.
@@ -83,7 +87,7 @@ class PrecompileCache:
                 continue
             try:
                 found = _decode(entry)
-                reason = _mismatch(found.trace, step, args)
+                reason = _mismatch(found, step, args, checks)
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 # The bytes are as written, so something else than a capture wrote them.
                 reason = f"the entry cannot be read: {error!r}"
@@ -130,6 +134,7 @@ class PrecompileCache:
             {
                 "record": keys.canonical_json(record),
                 "factors": keys.canonical_json(dict(factors)),
+                "premises": trace.premises,
                 "module": trace.module.data,
             },
         )
@@ -139,7 +144,7 @@ def _decode(entry: _core.Entry) -> CachedTrace:
     record = json.loads(bytes(entry.section("record")))
     if record.get("schema") != RECORD_SCHEMA:
         raise ValueError(f"record schema {record.get('schema')!r}, expected {RECORD_SCHEMA}")
-    trace = TraceRecord.from_json(keys.canonical_json(record["trace"]))
+    trace = TraceRecord.from_tree(record["trace"])
     module = LoweredModule(
         route=record["module"]["route"],
         data=bytes(entry.section("module")),
@@ -147,15 +152,23 @@ def _decode(entry: _core.Entry) -> CachedTrace:
         outputs=trace.outputs,
         aliases=trace.aliases,
     )
-    return CachedTrace(trace=trace, module=module, graph_digest=record["graph digest"])
+    return CachedTrace(
+        trace=trace,
+        premises=bytes(entry.section("premises")),
+        module=module,
+        graph_digest=record["graph digest"],
+    )
 
 
-def _mismatch(trace: TraceRecord, step: torch.nn.Module, args: Sequence[Any]) -> str | None:
+def _mismatch(
+    found: CachedTrace, step: torch.nn.Module, args: Sequence[Any], checks: PremiseChecks
+) -> str | None:
     """Say why a trace cannot be bound to the tensors that exist now, or None if it can."""
+    trace = found.trace
     changed = trace.sources_changed()
     if changed:
         return f"the source of {', '.join(changed)} changed"
-    broken = broken_premise(trace.premises, step)
+    broken = checks.broken(found.premises, step)
     if broken is not None:
         return f"the trace read something that changed: {broken}"
     arguments = dict(argument_leaves(step, args))
@@ -164,9 +177,9 @@ def _mismatch(trace: TraceRecord, step: torch.nn.Module, args: Sequence[Any]) ->
             tensor = arguments.get(item.name)
         else:
             tensor = find_tensor(step, item.name)
-        found = spec_of(tensor) if tensor is not None else None
-        if found != item.spec:
-            return f"{item.kind} {item.name} is {_text(found)}, the trace has {_text(item.spec)}"
+        spec = spec_of(tensor) if tensor is not None else None
+        if spec != item.spec:
+            return f"{item.kind} {item.name} is {_text(spec)}, the trace has {_text(item.spec)}"
     return None
 
 

@@ -111,14 +111,14 @@ def give_way(
     if kind != "trace":
         return
     found = target.get(kind, key)
-    if found is not None and _read(found.section("record")) != _read(sections["record"]):
+    if found is not None and _read(sections_of(found)) != _read(sections):
         target.remove(kind, key)
 
 
-def _read(record: bytes | memoryview) -> Any:
-    """What the trace in a record read: the sources and premises."""
+def _read(sections: Mapping[str, bytes | memoryview]) -> Any:
+    """What the trace of an entry read: the sources and premises."""
     try:
-        trace = json.loads(bytes(record))["trace"]
-        return trace["sources"], trace["premises"]
+        sources = json.loads(bytes(sections["record"]))["trace"]["sources"]
+        return sources, bytes(sections["premises"])
     except (KeyError, TypeError, ValueError, RecursionError):
         return None
