@@ -165,7 +165,8 @@ def run_case(file: Path, *, route: str, chain: str) -> dict[str, Any]:
             return _row(file, "wrong", reason=f"{variant}: {error}", difference=largest)
         except (NeuronError, torch._dynamo.exc.TorchDynamoException) as error:
             inner = getattr(error, "inner_exception", error)
-            if not isinstance(inner, (NeuronError, torch._dynamo.exc.Unsupported)):
+            refusals = (NeuronError, torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError)
+            if not isinstance(inner, refusals):
                 raise
             reason = " ".join(str(inner).split())[:500]
             return _row(file, "refused", reason=f"{variant}: {reason}", allowed=allowed)

@@ -24,8 +24,9 @@ from vllm_neuron.binding import spec_of
 from vllm_neuron.capture import CapturedGraph
 from vllm_neuron.dynamo_trace import refusal
 from vllm_neuron.errors import ConfigurationError
-from vllm_neuron.lowering.decompositions import decomposition_table
+from vllm_neuron.lowering.decompositions import decomposition_table, finish_decomposition
 from vllm_neuron.lowering.graph_message import lowering_error
+from vllm_neuron.lowering.scalar_index import gather_scalar_indices
 from vllm_neuron.trace_record import GraphInput, TraceRecord
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ def neuron_native(
                 f"input {index} has a dynamic dimension",
                 "Neuron graphs have static shapes: pass dynamic=False to torch.compile.",
             )
+    gather_scalar_indices(gm)
     return _Graph(gm, example_inputs, name)
 
 
@@ -247,6 +249,7 @@ def _run(plan: _Plan, model: LoadedModel | None, args: list[Any]) -> list[Any]:
 
 def _plan(gm: torch.fx.GraphModule, name: str) -> _Plan:
     graph = gm.graph
+    finish_decomposition(graph)
     inputs = list(graph.find_nodes(op="placeholder"))
     noise = []
     for node in list(graph.nodes):

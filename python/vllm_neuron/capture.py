@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._dynamo.source import CallMethodItemSource
+from torch._dynamo.symbolic_convert import TensorifyState
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._guards import TracingContext, tracing
@@ -29,18 +31,12 @@ from vllm_neuron.dynamo_trace import (
 )
 from vllm_neuron.environment_reads import variables_read_by
 from vllm_neuron.errors import CaptureError
-from vllm_neuron.lowering.decompositions import decomposition_table
+from vllm_neuron.lowering.decompositions import decomposition_table, finish_decomposition
+from vllm_neuron.lowering.scalar_index import gather_scalar_indices
 from vllm_neuron.premises import variable_premises
 from vllm_neuron.trace_record import GraphInput, TensorSpec, TraceRecord, source_digests
 
 __all__ = ["CapturedGraph", "GraphInput", "TensorSpec", "TraceRecord", "capture"]
-
-
-_ASSERTIONS = {
-    torch.ops.aten._assert_async.default,
-    torch.ops.aten._assert_async.msg,
-    torch.ops.aten._functional_assert_async.msg,
-}
 
 
 @dataclass
@@ -198,6 +194,11 @@ def _functionalise(
 
     context = TracingContext(trace.fake_mode)
     context.tensor_to_context = trace.tensor_to_context
+    # Scalar tensors have symbols for their values; AOTAutograd would want a trace without them.
+    environment = trace.fake_mode.shape_env
+    for symbol in environment.backed_var_to_val if environment is not None else ():
+        TensorifyState.specialize(str(symbol))
+    gather_scalar_indices(trace.graph_module)
     try:
         with tracing(context), torch._functorch.config.patch(enable_autograd_cache=False):
             aot_module_simplified(
@@ -210,13 +211,24 @@ def _functionalise(
         raise
     except Exception as error:
         raise explain(error, bucket) from error
+    finally:
+        TensorifyState.clear()
     graph_module, metadata = kept["graph_module"], kept["metadata"]
+    if metadata.tokens:
+        raise refusal(
+            bucket,
+            "an operator of the step has a side effect: "
+            + ", ".join(_effectful(graph_module.graph)),
+            "Use operators that only compute tensors (for example torch.linalg.inv_ex instead of "
+            "torch.linalg.inv, which raises an error on some values).",
+        )
     if len(graph_module.graph.find_nodes(op="placeholder")) != len(inputs):
         raise refusal(
             bucket,
             "the step updates an input in place that shares memory with another input",
             "Pass inputs that do not overlap: " + ", ".join(_overlapping(trace, inputs)) + ".",
         )
+    _refuse_read_values(trace, bucket)
     _refuse_data_dependent_sizes(graph_module.graph, bucket)
     for info, graph_input in zip(metadata.input_info, inputs, strict=True):
         if info.mutates_metadata or info.mutates_storage_metadata:
@@ -243,6 +255,30 @@ def _refuse_data_dependent_sizes(graph: torch.fx.Graph, bucket: str) -> None:
                     "Use operations whose result shape is known beforehand (torch.where, masking, "
                     "a fixed output_size).",
                     source_line(node.stack_trace),
+                )
+
+
+def _effectful(graph: torch.fx.Graph) -> list[str]:
+    return sorted(
+        {
+            str(node.args[1])
+            for node in graph.nodes
+            if node.target is torch.ops.higher_order.with_effects
+        }
+    )
+
+
+def _refuse_read_values(trace: DynamoTrace, bucket: str) -> None:
+    """Refuse a graph that holds the value that a scalar tensor had during the trace."""
+    environment = trace.fake_mode.shape_env
+    for symbol in environment.replacements if environment is not None else ():
+        for source in environment.var_to_sources.get(symbol, ()):
+            if isinstance(source, CallMethodItemSource):
+                raise refusal(
+                    bucket,
+                    f"the step reads the value of the tensor {source.base.name}",
+                    "Compute with the tensor, or pass a Python number, which is a constant of the "
+                    "graph.",
                 )
 
 
@@ -288,17 +324,7 @@ def _assemble(
 
     result = _result_tree(trace.result, leaf, bucket)
     graph.output_node().args = (tuple(outputs),)
-    for node in list(graph.nodes):
-        # A compiled graph cannot raise; eager would, on the same input.
-        if node.target in _ASSERTIONS:
-            graph.erase_node(node)
-            continue
-        # Some decompositions, and the pass over Python floats, write operators that are not ATen.
-        if node.target is torch.ops.prims.convert_element_type.default:
-            node.target = torch.ops.aten._to_copy.default
-            node.args, node.kwargs = node.args[:1], {"dtype": node.args[1]}
-        elif node.target is torch.ops.prims.scalar_tensor.default:
-            node.target = torch.ops.aten.scalar_tensor.default
+    finish_decomposition(graph)
     graph.eliminate_dead_code()
     graph_module.recompile()
     sources = _sources(trace)

@@ -22,6 +22,7 @@ from torch._dynamo import source as sources
 from torch._guards import CompileContext, Source, TracingContext, compile_context
 
 from vllm_neuron.errors import CaptureError
+from vllm_neuron.lowering.scalar_index import unread_indices
 from vllm_neuron.premises import premises_of
 
 __all__ = [
@@ -120,6 +121,7 @@ def trace_step(step: torch.nn.Module, args: tuple[Any, ...], *, bucket: str) -> 
     try:
         with (
             torch._dynamo.config.patch(_CONFIG),
+            unread_indices(),
             get_metrics_context(),
             dynamo_timed("vllm_neuron.capture"),
             torch_function_mode_stack_state_mgr,

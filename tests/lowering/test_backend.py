@@ -80,6 +80,23 @@ def test_overlapping_and_separate_inputs_do_not_share_a_graph(overlapping_first)
     assert results == {"overlapping": [4, 4, 3, 3], "separate": [3, 3, 3, 3]}
 
 
+def test_multinomial_draws_what_eager_draws():
+    weights = torch.tensor([[0.1, 0.5, 0.4], [0.0, 0.0, 1.0]])
+
+    def step(x):
+        return x.multinomial(1), x.multinomial(1, replacement=True), x[:1].multinomial(3)
+
+    torch.manual_seed(5)
+    expected = step(weights)
+    torch.manual_seed(5)
+    assert all(map(torch.equal, compiled(step)(weights), expected))
+
+
+def test_assertions_of_decompositions_are_left_out():
+    function = compiled(lambda x: torch.nn.functional.one_hot(x, 4).sum(0))
+    assert function(torch.tensor([1, 3, 1])).tolist() == [0, 2, 0, 1]
+
+
 def test_a_graph_break_is_two_graphs():
     def step(x):
         y = x * 2

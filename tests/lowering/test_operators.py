@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.lowering.parity import assert_parity
+from vllm_neuron.errors import LoweringError
 from vllm_neuron.lowering.native import NativeLowering
 
 NAN, INF = math.nan, math.inf
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 generated = settings(
     max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -112,6 +114,34 @@ def test_casts(equal, source):
     values = torch.tensor([0.0, 1.5, 2.5, -1.5, 100.7, 0.25, -0.5]).to(source)
     targets = (torch.int64, torch.int32, torch.int8, torch.bool, torch.float16, torch.bfloat16)
     equal(lambda x: tuple(x.to(target) for target in targets), values)
+
+
+def test_floats_that_no_integer_holds_are_cast_as_x86_does(equal):
+    values = torch.tensor(
+        [NAN, INF, -INF, 300.0, -300.0, 7e4, -7e4, 2.0**31, -(2.0**31), 1e10, -1e10, 2.0**63, -1e20]
+    )
+    targets = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
+    for source in (torch.float32, torch.float64, torch.bfloat16):
+        equal(lambda x: tuple(x.to(target) for target in targets), values.to(source))
+
+
+def test_powers_at_the_edges(equal):
+    x = torch.tensor([0.0, -0.0, 1.0, -1.5, 2.5, INF, -INF, NAN])
+    equal(lambda x: (x**0.5, x**-1, x**2, x**3, x**-2, x**0, x**1), x)
+    equal(lambda x: (x**-0.5, 2.0**x, x**x, x.abs() ** 0.3, x.sqrt(), x.rsqrt()), x, **CLOSE)
+    integers = torch.tensor([1, -1, 2, -3, 5, 7])
+    powers = torch.tensor([-1, -2, -3, 3, 0, 2])
+    equal(lambda i, p: (i**2, i**3, i**0, i**p, 2 ** p.abs(), i**0.5), integers, powers, **CLOSE)
+
+
+def test_special_values_of_activations(equal):
+    x = torch.tensor([0.0, -0.0, 1.0, -1.0, 20.5, -20.5, -INF, NAN, 0.3, -4.0])
+    functional = torch.nn.functional
+    names = "silu softplus mish hardswish relu elu hardsigmoid selu logsigmoid softsign tanhshrink"
+    equal(lambda x: tuple(getattr(functional, name)(x) for name in names.split()), x, **CLOSE)
+    equal(lambda x: (functional.gelu(x), functional.gelu(x, approximate="tanh")), x, **CLOSE)
+    equal(lambda x: (x.erf(), x.expm1(), x.log1p(), x.log2(), x.exp2(), x.nan_to_num()), x, **CLOSE)
+    equal(lambda x: (torch.fmax(x, x.flip(0)), torch.hypot(x, x.flip(0)), x.signbit()), x, **CLOSE)
 
 
 def test_fp8_casts_saturate_as_eager(equal):
@@ -270,6 +300,85 @@ def test_slices_views_and_pads(equal):
     equal(lambda x: (pad(x, (1, -1)), pad(x, (0, 0, 1, 1), value=-INF), x.roll((1, -2), (0, 1))), x)
 
 
+def test_strided_views_count_in_storage(equal):
+    x = torch.arange(12.0).reshape(3, 4)
+    read = lambda x: (x.as_strided((2, 3), (3, 1), 1), x.as_strided((3,), (0,), 2))  # noqa: E731
+    for stored in (x, x.t(), torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1)):
+        equal(read, stored)
+    equal(lambda x, s: x.t().as_strided_scatter(s, (2, 3), (4, 1), 1), x, -torch.ones(2, 3))
+    with pytest.raises(LoweringError, match="only a part of that storage"):
+        equal(lambda x: x.as_strided((2,), (1,)), x[1:])
+
+
+def test_arange_and_linspace_round_as_eager(equal):
+    def count(x):
+        half = torch.arange(0, 10, 0.3, dtype=torch.float16)
+        return half, torch.arange(0, 1, 0.1) + x, torch.arange(300, dtype=torch.bfloat16)
+
+    equal(count, torch.zeros(()))
+    equal(
+        lambda x: (torch.linspace(3, -2, 5) + x, torch.arange(5, 0, -2), torch.eye(3)),
+        torch.ones(()),
+    )
+
+
+def test_literals_of_every_dtype(equal):
+    def add(x):
+        literals = [
+            torch.tensor([0, 4], dtype=torch.uint8),
+            torch.tensor([True, False]),
+            torch.tensor([1.5, NAN]).bfloat16(),
+            torch.tensor([2**40, -1]),
+        ]
+        complex_one = torch.tensor([1 + 2j, 3j], dtype=torch.complex64)
+        return [x + item for item in literals], torch.view_as_real(complex_one * x)
+
+    equal(add, torch.ones(2))
+
+
+def test_unpacking_of_int4_weights(equal):
+    torch.manual_seed(0)
+
+    def unpack(words, halves, scale):
+        order = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7], dtype=torch.int32) * 4
+        wide = ((words[:, :, None] >> order) & 15).flatten(1).float() * scale
+        nibbles = (halves[..., None] >> torch.tensor([0, 4], dtype=torch.uint8)) & 15
+        return wide, nibbles.flatten(-2).to(torch.int8) - 8
+
+    words = torch.randint(-(2**31), 2**31 - 1, (4, 2), dtype=torch.int32)
+    halves = torch.randint(0, 255, (4, 8), dtype=torch.uint8)
+    equal(unpack, words, halves, torch.rand(16))
+
+
+def test_scaled_products_of_fp8(equal):
+    torch.manual_seed(0)
+    left = torch.randn(16, 32).to(torch.float8_e4m3fn)
+    right = torch.randn(16, 32).to(torch.float8_e4m3fn)
+    bfloat16 = torch.bfloat16
+
+    def product(a, w, one, two, rows, columns, bias):
+        return (
+            torch._scaled_mm(a, w.t(), one, two, out_dtype=bfloat16),
+            torch._scaled_mm(a, w.t(), rows, columns, bias=bias, out_dtype=bfloat16),
+        )
+
+    scales = (torch.tensor(0.5), torch.tensor(2.0), torch.rand(16, 1), torch.rand(1, 16))
+    equal(product, left, right, *scales, torch.randn(16).bfloat16(), rtol=1e-2, atol=1e-2)
+
+
+def test_distances_and_integer_products(equal):
+    torch.manual_seed(0)
+    x, y = torch.randn(4, 6), torch.randn(5, 6)
+    equal(
+        lambda x, y: (torch.cdist(x, y), torch.dist(x, x + 1), torch.addmv(x[:, 0], x, y[0])),
+        x,
+        y,
+        **CLOSE,
+    )
+    a = torch.randint(-128, 127, (32, 16), dtype=torch.int8)
+    equal(lambda a: (torch._int_mm(a, a.t().contiguous()), a.long() @ a.long().t()), a)
+
+
 def test_writes_through_views(equal):
     def write(x, y):
         x[0] = 1.0
@@ -290,3 +399,26 @@ def test_complex_multiplication(equal):
         return torch.view_as_real(turned)
 
     equal(rotate, x, torch.tensor([[0.1, 0.2]]), rtol=1e-5, atol=1e-5)
+
+
+def test_complex_arithmetic(equal):
+    torch.manual_seed(0)
+    a, b = torch.randn(2, 4, dtype=torch.complex64)
+    real = torch.view_as_real
+
+    def compute(a, b):
+        numbers = (
+            a * b,
+            a + b,
+            a - b,
+            a / b,
+            a * 2,
+            a * 1j,
+            a.conj() + b,
+            a @ b,
+            a.sum(),
+            a.mean(),
+        )
+        return [real(number.resolve_conj()) for number in numbers], a.abs(), a.angle(), a.real + 1
+
+    equal(compute, a, b, **CLOSE)

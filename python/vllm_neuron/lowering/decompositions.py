@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._decomp import core_aten_decompositions
+from torch._decomp import core_aten_decompositions, get_decompositions
 
-__all__ = ["decomposition_table"]
+__all__ = ["decomposition_table", "finish_decomposition"]
 
 aten = torch.ops.aten
 
@@ -17,12 +17,121 @@ aten = torch.ops.aten
 @functools.cache
 def decomposition_table() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
     """PyTorch's table to its core operators, with this package's own entries on top."""
-    return dict(core_aten_decompositions()) | {
+    own = {
+        aten._cdist_forward.default: _cdist,
+        aten._native_batch_norm_legit_no_training.default: _batch_norm,
+        aten._scaled_mm.default: _scaled_mm,
         aten.copy.default: _copy,
         aten.empty_permuted.default: _empty_permuted,
         aten.full.default: _full,
+        aten.hypot.default: _hypot,
+        aten.multinomial.default: _multinomial,
         aten.squeeze.dims: _squeeze_dims,
     }
+    return dict(core_aten_decompositions()) | get_decompositions(_BEYOND_CORE) | own
+
+
+_ASSERTIONS = {
+    aten._assert_async.default,
+    aten._assert_async.msg,
+    aten._functional_assert_async.msg,
+}
+
+
+def finish_decomposition(graph: torch.fx.Graph) -> None:
+    """Take out of a traced graph what cannot be lowered and what has another name in ATen."""
+    for node in list(graph.nodes):
+        # A compiled graph cannot raise; eager would, on the same input.
+        if node.target in _ASSERTIONS:
+            graph.erase_node(node)
+        # Some decompositions, and the pass over Python floats, write operators that are not ATen.
+        elif node.target is torch.ops.prims.convert_element_type.default:
+            node.target = aten._to_copy.default
+            node.args, node.kwargs = node.args[:1], {"dtype": node.args[1]}
+        elif node.target is torch.ops.prims.scalar_tensor.default:
+            node.target = aten.scalar_tensor.default
+
+
+# Operators outside of the core table that PyTorch can decompose and torch-mlir does not know.
+_BEYOND_CORE = [
+    aten._native_batch_norm_legit.no_stats,
+    aten.addmv.default,
+    aten.dist.default,
+    aten.grid_sampler_2d.default,
+]
+
+
+def _cdist(x1: torch.Tensor, x2: torch.Tensor, p: float, compute_mode: int | None) -> torch.Tensor:
+    del compute_mode
+    return torch.linalg.vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, dim=-1)
+
+
+def _batch_norm(
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor,
+    running_var: torch.Tensor,
+    momentum: float,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    del momentum
+    wide = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+    shape = [-1, *[1] * (input.ndim - 2)]
+    scale = (running_var + eps).rsqrt()
+    out = (wide - running_mean.view(shape)) * scale.view(shape)
+    if weight is not None:
+        out = out * weight.view(shape)
+    if bias is not None:
+        out = out + bias.view(shape)
+    return out.to(input.dtype), input.new_empty(0), input.new_empty(0)
+
+
+def _multinomial(
+    self: torch.Tensor, num_samples: int, replacement: bool = False, *, generator: Any = None
+) -> torch.Tensor:
+    """Eager's own way where it draws one exponential number per class (Distributions.cpp)."""
+    if generator is not None or (replacement and num_samples > 1):
+        return NotImplemented
+    scaled = self / aten.exponential.default(torch.empty_like(self), 1.0)
+    if num_samples == 1:
+        return scaled.argmax(-1, keepdim=True)
+    return scaled.topk(num_samples, -1).indices
+
+
+def _hypot(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    # The greater one comes out of the root, so that no square overflows or vanishes.
+    dtype = torch.result_type(self, other)
+    one, two = self.abs().to(dtype), other.abs().to(dtype)
+    greater, lesser = torch.maximum(one, two), torch.minimum(one, two)
+    ratio = torch.where(greater == 0, 0, lesser / greater)
+    length = greater * (1 + ratio * ratio).sqrt()
+    return torch.where(one.isinf() | two.isinf(), float("inf"), length)
+
+
+def _scaled_mm(
+    self: torch.Tensor,
+    mat2: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    scale_result: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> torch.Tensor:
+    """Scales of one number, or one per row of `self` (M, 1) and column of `mat2` (1, N)."""
+    del use_fast_accum
+    rows, columns = (self.shape[0], 1), (1, mat2.shape[1])
+    whole = scale_a.numel() == 1 or scale_a.shape == rows
+    whole = whole and (scale_b.numel() == 1 or scale_b.shape == columns)
+    if not whole or scale_result is not None:
+        return NotImplemented
+    left = self.float() * (scale_a.reshape(()) if scale_a.numel() == 1 else scale_a)
+    right = mat2.float() * (scale_b.reshape(()) if scale_b.numel() == 1 else scale_b)
+    product = left @ right
+    if bias is not None:
+        product = product + bias
+    return product.to(self.dtype if out_dtype is None else out_dtype)
 
 
 def _copy(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from vllm_neuron.capture import CapturedGraph
 from vllm_neuron.dynamo_trace import source_line
@@ -22,6 +23,9 @@ __all__ = ["GraphMessage", "encode_graph"]
 # A literal tensor of the model's code is written into the module; above this size it belongs in a
 # buffer, or the module and its cache entry would carry it.
 MAX_LITERAL_BYTES = 1 << 20
+
+# A constant that the graph would compute is written out up to this size.
+MAX_FOLDED_BYTES = 1 << 16
 
 # Besides the pointwise operators, those that eager's CPU kernels compute in float32 when their
 # operands are float16 or bfloat16. Products of matrices are left alone: hardware takes narrow
@@ -38,6 +42,13 @@ _COMPARISONS = {
     getattr(getattr(torch.ops.aten, name), overload)
     for name in ("eq", "ne", "lt", "le", "gt", "ge")
     for overload in ("Tensor", "Scalar")
+}
+
+# Operators whose strides count in the storage of their first argument, whatever its own strides.
+_READS_STORAGE = {
+    torch.ops.aten.as_strided.default,
+    torch.ops.aten.as_strided_copy.default,
+    torch.ops.aten.as_strided_scatter.default,
 }
 
 # Operators that return their first argument as a value, whatever the memory format.
@@ -57,7 +68,8 @@ class GraphMessage:
         header: JSON tree with `inputs`, `literals`, `nodes`, `outputs` and `aliases`. A node has
             its operator `op`, `args`, `results` (number, dtype, shape), whether it
             `returns_list`, all `dtypes` of its tensors, whether eager has narrow floats
-            `computed_wide`, and for a comparison the `common` dtype of its operands.
+            `computed_wide`, for a comparison the `common` dtype of its operands, and for a strided
+            view the `storage_order` of its tensor's dimensions.
         literals: bytes of the literal tensors, in the order of `header["literals"]`.
         nodes: the graph node behind each entry of `header["nodes"]`, for error messages.
     """
@@ -124,10 +136,27 @@ class _Encoder:
     def _refuse(self, node: torch.fx.Node, reason: str) -> LoweringError:
         return lowering_error(self.bucket, node, reason)
 
+    def _folded(self, node: torch.fx.Node) -> bool:
+        """Write a short arange of fractions or of narrow floats as a literal.
+
+        Eager's rounding of them depends on the processor's vector width.
+        """
+        value = node.meta["val"]
+        whole = all(float(number).is_integer() for number in node.args)
+        exact = whole and value.dtype.itemsize > 2
+        if not value.dtype.is_floating_point or exact or value.nbytes > MAX_FOLDED_BYTES:
+            return False
+        with unset_fake_temporarily():
+            self.values[node] = self._written(node, torch.arange(*node.args, dtype=value.dtype))
+        return True
+
     def _literal(self, node: torch.fx.Node) -> int:
         tensor = self.captured.graph_module
         for part in str(node.target).split("."):
             tensor = getattr(tensor, part)
+        return self._written(node, tensor)
+
+    def _written(self, node: torch.fx.Node, tensor: Any) -> int:
         if not isinstance(tensor, torch.Tensor):
             raise self._refuse(node, f"the graph holds a {type(tensor).__name__}")
         if tensor.nbytes > MAX_LITERAL_BYTES:
@@ -151,6 +180,8 @@ class _Encoder:
             return
         if not isinstance(target, torch._ops.OpOverload):
             raise self._refuse(node, f"{target} is not an operator on tensors")
+        if target is torch.ops.aten.arange.start_step and self._folded(node):
+            return
         if torch.Tag.nondeterministic_seeded in target.tags:
             raise self._refuse(
                 node,
@@ -178,6 +209,8 @@ class _Encoder:
             "dtypes": sorted(dtypes),
             "computed_wide": torch.Tag.pointwise in target.tags or target in _COMPUTED_WIDE,
         }
+        if target in _READS_STORAGE:
+            message["storage_order"] = self._storage_order(node)
         if target in _COMPARISONS:
             operands = [
                 item.meta["val"] if isinstance(item, torch.fx.Node) else item
@@ -186,6 +219,19 @@ class _Encoder:
             message["common"] = _dtype_name(torch.result_type(*operands))
         self.nodes.append(message)
         self.origins.append(node)
+
+    def _storage_order(self, node: torch.fx.Node) -> list[int]:
+        """Dimensions of a strided view's tensor from the slowest in memory to the fastest."""
+        tensor = node.args[0].meta["val"]
+        order = sorted(range(tensor.ndim), key=lambda dim: (-tensor.stride(dim), tensor.shape[dim]))
+        whole = tensor.permute(order).is_contiguous() and tensor.storage_offset() == 0
+        if not whole and tensor.numel():
+            raise self._refuse(
+                node,
+                "it reads the storage of a tensor that is only a part of that storage; take the "
+                "view of the whole tensor",
+            )
+        return order
 
     def _arguments(self, node: torch.fx.Node, target: torch._ops.OpOverload) -> list[Any]:
         arguments = []
@@ -221,6 +267,8 @@ class _Encoder:
                 literal = ["float", float(value).hex()]
         elif isinstance(value, float):
             literal = ["float", value.hex()]
+        elif isinstance(value, complex):
+            literal = ["complex", value.real.hex(), value.imag.hex()]
         elif isinstance(value, str):
             return ["str", value]
         elif isinstance(value, torch.dtype):

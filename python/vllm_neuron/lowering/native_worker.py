@@ -58,9 +58,9 @@ def _lower(graph: dict[str, Any], literals: bytes) -> bytes:
     from vllm_neuron.lowering.stablehlo_module import finish_module
     from vllm_neuron.lowering.torch_dialect import import_graph, lower_to_stablehlo
 
-    imported = import_graph(graph, literals, is_own=lambda node: own_lowering(node) is not None)
+    imported = import_graph(graph, is_own=lambda node: own_lowering(node) is not None)
     text = lower_to_stablehlo(imported.module)
-    return finish_module(text, graph, imported.own)
+    return finish_module(text, graph, literals, imported.own)
 
 
 def _locate(graph: dict[str, Any], literals: bytes, answers: BinaryIO) -> None:

@@ -7,6 +7,7 @@ locations and serialises at a fixed version.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir._mlir_libs import _jax_mlir_ext
 from jaxlib.mlir.dialects import stablehlo
 
-from vllm_neuron.lowering.ops import Builder, Refusal, Tensor, own_lowering
+from vllm_neuron.lowering.ops import Builder, Refusal, Tensor, literal, own_lowering
+from vllm_neuron.lowering.ops.dtypes import element_bytes
 from vllm_neuron.lowering.torch_dialect import LoweringFailure, operand_values
 
 __all__ = ["finish_module"]
@@ -24,12 +26,15 @@ __all__ = ["finish_module"]
 PORTABLE_VERSION = "1.8.0"
 
 
-def finish_module(text: str, header: Mapping[str, Any], own: Sequence[int]) -> bytes:
+def finish_module(
+    text: str, header: Mapping[str, Any], literals: bytes, own: Sequence[int]
+) -> bytes:
     """Complete a lowered `main` and serialise it.
 
     Args:
         text: the module as torch-mlir prints it.
         header: the graph message that it was made from.
+        literals: bytes of the graph's literal tensors.
         own: the nodes that were left out, in order.
 
     Raises:
@@ -47,8 +52,8 @@ def finish_module(text: str, header: Mapping[str, Any], own: Sequence[int]) -> b
         function = next(op for op in module.body.operations if op.name.value == "main")
         block = function.regions[0].blocks[0]
         _replace_arith_constants(block)
-        if own:
-            _insert_own(function, block, header, own)
+        _insert_literals(block, header, literals)
+        _insert_own(function, block, header, own)
         _mark_aliases(function, header)
         _check_dialects(block)
         module.operation.verify()
@@ -72,18 +77,29 @@ def _replace_arith_constants(block: ir.Block) -> None:
         op.erase()
 
 
+def _insert_literals(block: ir.Block, header: Mapping[str, Any], data: bytes) -> None:
+    """Put constants where the block's arguments after the graph's inputs are used."""
+    position = 0
+    with ir.InsertionPoint.at_block_begin(block):
+        for index, (_, dtype, shape) in enumerate(header["literals"]):
+            size = math.prod(shape) * element_bytes(dtype)
+            constant = literal(data[position : position + size], dtype, shape)
+            block.arguments[len(header["inputs"]) + index].replace_all_uses_with(constant)
+            position += size
+
+
 def _insert_own(
     function: ir.Operation, block: ir.Block, header: Mapping[str, Any], own: Sequence[int]
 ) -> None:
     """Emit the left-out nodes, feed them, and put the block in order again.
 
-    The block's arguments beyond the graph's inputs stand for the results of the left-out nodes, and
-    what it returns beyond the graph's outputs are their operands.
+    The block's arguments beyond the graph's inputs and literals stand for the results of the
+    left-out nodes, and what it returns beyond the graph's outputs are their operands.
     """
     inputs, outputs = len(header["inputs"]), len(header["outputs"])
     terminator = block.operations[len(block.operations) - 1].operation
     specs = {number: spec for number, *spec in _all_values(header)}
-    operand, stand_in = outputs, inputs
+    operand, stand_in = outputs, inputs + len(header["literals"])
     for index in own:
         node = header["nodes"][index]
         values = {}

@@ -1,9 +1,9 @@
 """A graph message as a module of torch-mlir's torch dialect, and its way to StableHLO.
 
-Runs only in the lowering process. Operators that `ops` lowers itself stay out of torch-mlir: their
-results enter the function as further arguments and their operands leave it as further results,
-and `stablehlo_module` puts the operators back in between. torch-mlir thus sees nothing that
-it does not know.
+Runs only in the lowering process. Literal tensors, and operators that `ops` lowers itself, stay out
+of torch-mlir: the literals and the operators' results enter the function as further arguments, the
+operators' operands leave it as further results, and `stablehlo_module` puts both back in between.
+torch-mlir thus sees nothing that it does not know.
 """
 
 from __future__ import annotations
@@ -52,10 +52,6 @@ _TORCH_TYPES = {
     "float8_e5m2": "f8E5M2",
     "float8_e4m3fn": "f8E4M3FN",
 }
-# The element types of literals; signless where the torch dialect's vtensor type carries the sign.
-_LITERAL_TYPES = {name: text.removeprefix("s") for name, text in _TORCH_TYPES.items()}
-_LITERAL_TYPES["uint8"] = "ui8"
-
 _NARROW_FLOATS = {"float16", "bfloat16"}
 _VTENSOR = re.compile(r"!torch\.vtensor<\[(?P<sizes>[0-9,]*)\],(?P<element>\w+)>")
 
@@ -89,12 +85,12 @@ class ImportedGraph:
 
 
 def import_graph(
-    header: Mapping[str, Any], literals: bytes, *, is_own: Callable[[Mapping[str, Any]], bool]
+    header: Mapping[str, Any], *, is_own: Callable[[Mapping[str, Any]], bool]
 ) -> ImportedGraph:
     """Build `main` from a graph message.
 
-    Its arguments are the graph's inputs and then the results of every own node; its results
-    are the graph's outputs and then the tensor operands of every own node.
+    Its arguments are the graph's inputs, its literals and then the results of every own node; its
+    results are the graph's outputs and then the tensor operands of every own node.
 
     Raises:
         LoweringFailure: an operator or dtype is unknown to torch-mlir.
@@ -102,7 +98,7 @@ def import_graph(
     context = ir.Context()
     torch_dialect.register_dialect(context)
     with context, ir.Location.unknown(context):
-        return _Importer(header, literals, is_own).build()
+        return _Importer(header, is_own).build()
 
 
 def lower_to_stablehlo(module: ir.Module) -> str:
@@ -149,11 +145,9 @@ class _Importer:
     def __init__(
         self,
         header: Mapping[str, Any],
-        literals: bytes,
         is_own: Callable[[Mapping[str, Any]], bool],
     ) -> None:
         self.header = header
-        self.literals = literals
         self.is_own = is_own
         self.values: dict[int, ir.Value] = {}
 
@@ -161,6 +155,7 @@ class _Importer:
         nodes = self.header["nodes"]
         own = [index for index, node in enumerate(nodes) if self.is_own(node)]
         numbered = [[number, *spec] for number, spec in enumerate(self.header["inputs"])]
+        numbered += self.header["literals"]
         for index in own:
             numbered += [result for result in nodes[index]["results"] if result is not None]
         module = ir.Module.create()
@@ -179,7 +174,6 @@ class _Importer:
         for (number, _, _), value in zip(numbered, block.arguments, strict=True):
             self.values[number] = value
         with ir.InsertionPoint(block):
-            self._literals()
             returned = []
             for index, node in enumerate(nodes):
                 with ir.Location.name(f"node:{index}"):
@@ -199,23 +193,6 @@ class _Importer:
             raise LoweringFailure(f"torch-mlir has no tensors of dtype {dtype}", node)
         sizes = ",".join(str(size) for size in shape)
         return ir.Type.parse(f"!torch.vtensor<[{sizes}],{_TORCH_TYPES[dtype]}>")
-
-    def _literals(self) -> None:
-        position = 0
-        for number, dtype, shape in self.header["literals"]:
-            element = ir.Type.parse(_LITERAL_TYPES[dtype])
-            ranked = ir.RankedTensorType.get(shape, element)
-            count = 1
-            for size in shape:
-                count *= size
-            size = count * _itemsize(dtype)
-            data = self.literals[position : position + size]
-            position += size
-            self.values[number] = ir.Operation.create(
-                "torch.vtensor.literal",
-                results=[self._tensor_type(dtype, shape)],
-                attributes={"value": _dense(data, count, ranked)},
-            ).result
 
     def _call(self, index: int, node: Mapping[str, Any]) -> None:
         name, _, overload = node["op"].rpartition(".")
@@ -288,6 +265,8 @@ class _Importer:
         if kind == "str":
             value = ir.StringAttr.get(rest[0])
             return self._constant("torch.constant.str", "!torch.str", {"value": value})
+        if kind == "complex":
+            raise LoweringFailure("torch-mlir takes no complex numbers", node)
         if kind == "scalar_tensor":
             return self._scalar_tensor(rest, node)
         return self._list(rest[0], rest[1], node)
@@ -338,16 +317,3 @@ def operand_values(arguments: list[Any]) -> list[int]:
 
 def _wide(dtype: str) -> str:
     return "float32" if dtype in _NARROW_FLOATS else dtype
-
-
-def _itemsize(dtype: str) -> int:
-    if dtype == "bool":
-        return 1
-    digits = dtype.partition("_")[0].lstrip("abcdefghijklmnopqrstuvwxyz")
-    return int(digits) // 8
-
-
-def _dense(data: bytes, count: int, ranked: ir.RankedTensorType) -> ir.Attribute:
-    # The hexadecimal form takes one little-endian element after the other, booleans as bytes.
-    text = f'"0x{data.hex().upper()}"' if count else ""
-    return ir.Attribute.parse(f"dense<{text}> : {ranked}")

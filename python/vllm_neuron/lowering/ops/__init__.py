@@ -11,14 +11,18 @@ from vllm_neuron.lowering.ops import (
     complex_numbers,
     indexing,
     ordering,
+    powers,
     reductions,
     scans,
     scattering,
     shapes,
+    windows,
 )
 from vllm_neuron.lowering.ops.builder import Builder, Refusal, Tensor
+from vllm_neuron.lowering.ops.constants import literal
 from vllm_neuron.lowering.ops.registry import own_lowering
 
-__all__ = ["Builder", "Refusal", "Tensor", "own_lowering"]
+__all__ = ["Builder", "Refusal", "Tensor", "literal", "own_lowering"]
 
-del arithmetic, complex_numbers, indexing, ordering, reductions, scans, scattering, shapes
+del arithmetic, complex_numbers, indexing, ordering, powers, reductions, scans, scattering, shapes
+del windows

@@ -7,7 +7,6 @@ Methods broadcast nothing and convert nothing unless they say so.
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
+from vllm_neuron.lowering.ops.constants import splat
 from vllm_neuron.lowering.ops.dtypes import (
     E4M3_MAX,
     ELEMENT_TYPES,
@@ -90,6 +90,11 @@ class Builder:
         """The dtype that eager promotes the operands of this operator to."""
         return self._node["common"]
 
+    @property
+    def storage_order(self) -> list[int]:
+        """Dimensions of a strided view's tensor, from the slowest in memory to the fastest."""
+        return self._node["storage_order"]
+
     def arg(self, index: int) -> Any:
         """Argument in schema order: a `Tensor`, number, str, None, dtype name or list of these.
 
@@ -108,6 +113,8 @@ class Builder:
             return [self._decode(item) for item in rest[1]]
         if kind == "float":
             return float.fromhex(rest[0])
+        if kind == "complex":
+            return complex(*(float.fromhex(part) for part in rest))
         if kind == "scalar_tensor":
             return self._decode(rest)
         return rest[0]
@@ -129,7 +136,14 @@ class Builder:
         """A tensor that holds one number everywhere; it is rounded to `dtype` once."""
         shape = tuple(shape)
         kind = self.type(dtype, shape)
-        return Tensor(stablehlo.constant(_splat(value, dtype, kind)), dtype, shape)
+        if is_complex(dtype):
+            number, part = complex(value), "float32" if dtype == "complex64" else "float64"
+            # jaxlib's bindings cannot hold a complex literal.
+            real, imaginary = (
+                self.constant(item, part, shape) for item in (number.real, number.imag)
+            )
+            return Tensor(stablehlo.complex(real.value, imaginary.value), dtype, shape)
+        return Tensor(stablehlo.constant(splat(value, dtype, kind)), dtype, shape)
 
     def iota(self, dimension: int, shape: Sequence[int], dtype: str = "int64") -> Tensor:
         """Counts along one dimension."""
@@ -139,7 +153,10 @@ class Builder:
     # --- casts ------------------------------------------------------------------------------
 
     def convert(self, tensor: Tensor, dtype: str) -> Tensor:
-        """Eager's cast: to bool by `!= 0`, to float8_e4m3fn with saturation."""
+        """Eager's cast.
+
+        To bool by `!= 0`, to float8_e4m3fn with saturation, from floats to integers as x86 does it.
+        """
         if tensor.dtype == dtype:
             return tensor
         if dtype == "bool":
@@ -151,11 +168,30 @@ class Builder:
         if is_complex(tensor.dtype) and not is_complex(dtype):
             tensor = self.unary("real", tensor, "float32" if "64" in tensor.dtype else "float64")
             return self.convert(tensor, dtype)
-        if is_float(tensor.dtype) and is_unsigned(dtype):
-            # Eager goes by way of the signed integer: negative values wrap.
-            tensor = self.convert(tensor, "int64")
+        if is_float(tensor.dtype) and not is_float(dtype) and not is_complex(dtype):
+            return self._truncated(tensor, dtype)
         kind = self.type(dtype, tensor.shape)
         return Tensor(stablehlo.convert(kind, tensor.value), dtype, tensor.shape)
+
+    def _truncated(self, tensor: Tensor, dtype: str) -> Tensor:
+        """A float as an integer, with what x86's cvttss2si gives where it does not fit.
+
+        int32 and int64 then hold their least value. Narrower integers are the low bits of the
+        int32, unsigned ones of 32 and 64 bits those of the int64.
+        """
+        via = "int64" if dtype in ("int64", "uint32", "uint64") else "int32"
+        wide = tensor if tensor.dtype == "float64" else self.convert(tensor, "float32")
+        limit = 2.0 ** (bits(via) - 1)
+        # In float32, -2**31 - 1 is -2**31; the bound below is that of the truncated value.
+        low = -limit if via == "int64" or wide.dtype == "float32" else -limit - 1
+        above = self.compare(
+            "GE" if low == -limit else "GT", wide, self.constant(low, wide.dtype, wide.shape)
+        )
+        below = self.compare("LT", wide, self.constant(limit, wide.dtype, wide.shape))
+        cut = stablehlo.convert(self.type(via, wide.shape), wide.value)
+        least = self.constant(-(1 << (bits(via) - 1)), via, wide.shape)
+        whole = self.select(self.logical_and(above, below), Tensor(cut, via, wide.shape), least)
+        return self.convert(whole, dtype)
 
     def bitcast(self, tensor: Tensor, dtype: str, shape: Sequence[int]) -> Tensor:
         """The same bits as another dtype."""
@@ -306,12 +342,13 @@ class Builder:
 
     # --- regions ----------------------------------------------------------------------------
 
-    def _region(
+    def region(
         self,
         operation: ir.Operation,
         dtypes: Sequence[str],
         body: Callable[[Builder, list[Tensor]], Sequence[Tensor]],
     ) -> None:
+        """Give an operation its region: `body` takes scalars of the dtypes."""
         block = operation.regions[0].blocks.append(*[self.type(dtype, ()) for dtype in dtypes])
         with ir.InsertionPoint(block):
             arguments = [
@@ -339,7 +376,7 @@ class Builder:
             [tensor.value for tensor in initial],
             sorted(dimensions),
         )
-        self._region(operation.operation, dtypes * 2, body)
+        self.region(operation.operation, dtypes * 2, body)
         return [
             Tensor(value, dtype, tuple(shape))
             for value, dtype in zip(operation.results, dtypes, strict=True)
@@ -366,7 +403,7 @@ class Builder:
             window,
             padding=ir.Attribute.parse(f"dense<[{flat}]> : tensor<{rank}x2xi64>"),
         )
-        self._region(operation.operation, dtypes * 2, body)
+        self.region(operation.operation, dtypes * 2, body)
         return [
             Tensor(value, tensor.dtype, tensor.shape)
             for value, tensor in zip(operation.results, tensors, strict=True)
@@ -386,7 +423,7 @@ class Builder:
             is_stable=True,
         )
         dtypes = [tensor.dtype for tensor in tensors for _ in range(2)]
-        self._region(operation.operation, dtypes, lambda b, pair: [before(b, pair)])
+        self.region(operation.operation, dtypes, lambda b, pair: [before(b, pair)])
         return [
             Tensor(value, tensor.dtype, tensor.shape)
             for value, tensor in zip(operation.results, tensors, strict=True)
@@ -440,29 +477,9 @@ class Builder:
             [updates.value],
             numbers,
         )
-        self._region(
+        self.region(
             operation.operation,
             [tensor.dtype] * 2,
             lambda b, pair: [combine(b, pair) if combine else pair[1]],
         )
         return Tensor(operation.results[0], tensor.dtype, tensor.shape)
-
-
-def _splat(value: Any, dtype: str, kind: ir.RankedTensorType) -> ir.Attribute:
-    if is_complex(dtype):
-        number = complex(value)
-        part = "<f" if dtype == "complex64" else "<d"
-        text = (struct.pack(part, number.real) + struct.pack(part, number.imag)).hex()
-        return ir.Attribute.parse(f'dense<"0x{text.upper()}"> : {kind}')
-    element = kind.element_type
-    if is_float(dtype):
-        attribute = ir.FloatAttr.get(element, float(value))
-    elif dtype == "bool":
-        attribute = ir.IntegerAttr.get(element, int(bool(value)))
-    else:
-        width = bits(dtype)
-        number = int(value) & ((1 << width) - 1)
-        if not is_unsigned(dtype) and number >> (width - 1):
-            number -= 1 << width
-        attribute = ir.IntegerAttr.get(element, number)
-    return ir.DenseElementsAttr.get_splat(kind, attribute)

@@ -9,6 +9,7 @@ __all__ = [
     "ELEMENT_TYPES",
     "bits",
     "compute_dtype",
+    "element_bytes",
     "highest",
     "is_complex",
     "is_float",
@@ -64,6 +65,11 @@ def bits(dtype: str) -> int:
     """Width of one element."""
     digits = dtype.lstrip("abcdefghijklmnopqrstuvwxyz")
     return _BITS[dtype] if dtype in _BITS else int(digits)
+
+
+def element_bytes(dtype: str) -> int:
+    """Bytes of one element in memory."""
+    return 1 if dtype == "bool" else bits(dtype) // 8
 
 
 def lowest(dtype: str) -> float | int:

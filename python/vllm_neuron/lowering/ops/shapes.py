@@ -1,8 +1,8 @@
 """Slices, joins, padding, strided views and new tensors.
 
 Eager's contract: bounds of a slice are wrapped once when negative and then clamped to the
-dimension; a tensor of shape (0,) joins with anything; a strided view reads the row-major storage of
-a contiguous tensor.
+dimension; a tensor of shape (0,) joins with anything; a strided view counts in the storage of a
+tensor, which must be the whole storage.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_neuron.lowering.ops.builder import Builder, Tensor
-from vllm_neuron.lowering.ops.dtypes import is_float
+from vllm_neuron.lowering.ops.dtypes import compute_dtype, is_float
 from vllm_neuron.lowering.ops.registry import lowers
 
 
@@ -170,13 +170,13 @@ def _strided_positions(
     return b.reshape(positions, (*size, 1))
 
 
-@lowers("as_strided.default")
+@lowers("as_strided.default", "as_strided_copy.default")
 def as_strided(b: Builder) -> Tensor:
     """Elements of the storage at given strides."""
     tensor, size, stride = b.tensor(0), b.arg(1), b.arg(2)
     if math.prod(size) == 0:
         return b.constant(0, b.dtype, b.shape)
-    flat = b.reshape(tensor, (tensor.size,))
+    flat = b.reshape(b.transpose(tensor, b.storage_order), (tensor.size,))
     positions = _strided_positions(b, size, stride, b.arg(3) or 0)
     return b.gather(flat, positions, indexed=(0,), offsets=(), shape=b.shape)
 
@@ -187,9 +187,12 @@ def as_strided_scatter(b: Builder) -> Tensor:
     tensor, source, size, stride = b.tensor(0), b.tensor(1), b.arg(2), b.arg(3)
     if source.size == 0:
         return tensor
-    flat = b.reshape(tensor, (tensor.size,))
+    stored = b.transpose(tensor, b.storage_order)
+    flat = b.reshape(stored, (tensor.size,))
     positions = _strided_positions(b, size, stride, b.arg(4) or 0)
-    return b.reshape(b.scatter(flat, positions, source, indexed=(0,), windows=()), tensor.shape)
+    written = b.scatter(flat, positions, source, indexed=(0,), windows=())
+    back = sorted(range(tensor.rank), key=lambda dimension: b.storage_order[dimension])
+    return b.transpose(b.reshape(written, stored.shape), back)
 
 
 def _diagonal(b: Builder, tensor: Tensor, first: int) -> tuple[Tensor, list[int], int]:
@@ -243,9 +246,12 @@ def arange(b: Builder) -> Tensor:
     start, step = b.arg(0), 1 if b.arg(2) is None else b.arg(2)
     if b.shape == (0,):
         return b.constant(0, b.dtype, b.shape)
-    # As eager's kernel: integers exactly; floats as start + step * i in double precision.
+    # As eager's kernel: integers exactly; floats as start + step * i in double precision, narrow
+    # ones in single precision (at::acc_type in aten/src/ATen/native/cpu/RangeFactoriesKernel.cpp).
     floats = is_float(b.dtype) or any(isinstance(item, float) for item in (start, step))
     wide = "float64" if floats else "int64"
+    if compute_dtype(b.dtype) != b.dtype:
+        wide = "float32"
     counted = b.multiply(b.iota(0, b.shape, wide), b.constant(step, wide, b.shape))
     return b.convert(b.add(counted, b.constant(start, wide, b.shape)), b.dtype)
 
