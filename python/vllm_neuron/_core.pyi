@@ -22,6 +22,10 @@ __all__ = [
     "Neff",
     "NeffTensor",
     "NodeReference",
+    "NrtLibrary",
+    "NrtModel",
+    "NrtTensor",
+    "NrtTensorSet",
     "Store",
     "StoreProblem",
     "__version__",
@@ -29,6 +33,8 @@ __all__ = [
     "digest",
     "graph_bytes",
     "graph_digest",
+    "nrt_layout",
+    "nrt_status",
     "write_neff",
 ]
 
@@ -534,3 +540,64 @@ class Store:
         misses with a reason; `set_aside`, `published`, `existed` and `evicted` count
         files.
         """
+
+# ---- Neuron runtime: rust/py/src/nrt.rs -------------------------------------------------------
+
+def nrt_status(value: int) -> tuple[str, str] | None:
+    """Name and meaning of an NRT_STATUS, None for one that is not known."""
+
+def nrt_layout() -> dict[str, int]:
+    """Sizes (`nrt_version_t`) and offsets (`nrt_version_t.rt_detail`) of the C structs."""
+
+@final
+class NrtLibrary:
+    """The runtime library of this process; every failing call raises ExecutionError."""
+
+    @staticmethod
+    def open(path: str | None = None) -> NrtLibrary:
+        """Load it; the first one that is loaded stays for the life of the process."""
+    @property
+    def path(self) -> Any: ...
+    def version(self) -> tuple[list[int], str]: ...
+    def init(self) -> None:
+        """Initialise the runtime once per process."""
+    def close(self) -> None:
+        """Give the cores back; nothing can be called afterwards."""
+    def total_cores(self) -> int: ...
+    def visible_cores(self) -> int: ...
+    def instance(self) -> tuple[int, int, str] | None:
+        """Family, size and architecture name."""
+    def memory(self, core: int) -> tuple[int, int] | None:
+        """Bytes used and bytes there are on a logical core."""
+    def allocate(
+        self, size: int, *, core: int = 0, name: str = "", on_host: bool = False
+    ) -> NrtTensor: ...
+    def tensor_set(self) -> NrtTensorSet: ...
+    def load(self, neff: Buffer, *, core: int = 0, rank: tuple[int, int] | None = None) -> NrtModel:
+        """Load a NEFF; `rank` is the part of a model with collectives, and how many there are."""
+
+@final
+class NrtTensor:
+    """Memory of the runtime, given back when it is destroyed."""
+
+    @property
+    def size(self) -> int: ...
+    def address(self) -> int: ...
+    def slice(self, offset: int, size: int, *, name: str = "") -> NrtTensor: ...
+    def clear(self) -> None: ...
+    def write(self, source: Buffer, *, offset: int = 0) -> None: ...
+    def read(self, target: Buffer, *, offset: int = 0) -> None: ...
+
+@final
+class NrtTensorSet:
+    """Tensors by name; keeps them alive."""
+
+    def add(self, name: str, tensor: NrtTensor) -> None: ...
+
+@final
+class NrtModel:
+    """A loaded NEFF, unloaded when it is destroyed."""
+
+    def tensors(self) -> list[tuple[str, bool, int]] | None:
+        """Name, whether it is an output, and bytes of each tensor."""
+    def execute(self, inputs: NrtTensorSet, outputs: NrtTensorSet) -> None: ...

@@ -168,6 +168,7 @@ _ROWS = (
     Variable("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "str", None, _FOREIGN, _NOT, "vLLM's time limit for one step"),
     Variable("VLLM_ENABLE_V1_MULTIPROCESSING", "str", None, _FOREIGN, _NOT, "vLLM: 0 keeps the engine in one process"),
     Variable("PROMETHEUS_MULTIPROC_DIR", "str", None, _FOREIGN, _NOT, "directory of the metrics files"),
+    Variable("VLLM_NEURON_LIBNRT", "path", None, _LATER, _NOT, "the library libnrt.so.1; unset: the loader's path, then /opt/aws/neuron/lib"),
     Variable("NEURON_VISIBLE_DEVICES", "str", None, _LATER, _NOT, "devices that may be used"),
     Variable("NEURON_LOGICAL_NC_CONFIG", "choice", "2", _LATER, _IN_KEY, "logical NeuronCore configuration", choices=("1", "2")),
     Variable("NEURON_RT_VISIBLE_CORES", "str", None, _FOREIGN, _NOT, "Neuron runtime"),

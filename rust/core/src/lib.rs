@@ -5,6 +5,7 @@
 //! * [`entry`]: the format of one cache entry, one immutable file.
 //! * [`store`]: a directory of entries: look up, publish, single-flight, list.
 //! * [`neff`]: parse, validate and write NEFF containers.
+//! * [`nrt`]: the C API of the Neuron runtime, by dlopen.
 
 pub mod digest;
 pub mod entry;
@@ -12,4 +13,5 @@ mod format;
 pub mod key;
 mod mmap;
 pub mod neff;
+pub mod nrt;
 pub mod store;

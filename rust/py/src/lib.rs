@@ -8,6 +8,7 @@ mod error;
 mod graph;
 mod key;
 mod neff;
+mod nrt;
 mod store;
 
 /// The module's initialisation function, called by the interpreter on import.
@@ -15,6 +16,7 @@ mod store;
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     neff::register(module)?;
+    nrt::register(module)?;
     key::register(module)?;
     canonical_graph::register(module)?;
     store::register(module)?;
