@@ -137,6 +137,11 @@ pub(super) fn open_directory(
     }
 }
 
+/// Whether [`check_private`] has nothing to say.
+pub(super) fn is_private(found: &Stat) -> bool {
+    is_trusted_owner(found) && found.st_mode & 0o022 == 0
+}
+
 /// Checks that only this user and root can write to something inside the store.
 pub(super) fn check_private(what: &str, path: &Path, found: &Stat) -> Result<(), StoreError> {
     check_owner(path, what, found)?;
@@ -156,11 +161,15 @@ pub(super) fn file_type(found: &Stat) -> FileType {
     FileType::from_raw_mode(found.st_mode)
 }
 
+fn is_trusted_owner(found: &Stat) -> bool {
+    found.st_uid == 0 || found.st_uid == geteuid().as_raw()
+}
+
 fn check_owner(path: &Path, what: &str, found: &Stat) -> Result<(), StoreError> {
-    let user = geteuid().as_raw();
-    if found.st_uid == user || found.st_uid == 0 {
+    if is_trusted_owner(found) {
         return Ok(());
     }
+    let user = geteuid().as_raw();
     let reason = format!(
         "the {what} is owned by user {}, expected user {user} or root",
         found.st_uid
