@@ -1,0 +1,1 @@
+"""Attacks on caches and containers: one per file, shown working on others where it does."""
