@@ -9,6 +9,7 @@ WHEELS ?= ../shared/wheels
 MODEL ?=
 PORT ?=
 PYTEST_ARGS ?=
+FUZZ_SECONDS ?= 60
 
 unexport PYTHONSAFEPATH PYTHONPATH PYTHONHOME VIRTUAL_ENV
 export HF_HUB_OFFLINE := 1
@@ -18,7 +19,7 @@ export DO_NOT_TRACK := 1
 VENV := $(CURDIR)/.venv/bin
 TEST := OMP_NUM_THREADS=1 $(VENV)/python -m pytest
 
-.PHONY: help env demo test check lint rust lock clean
+.PHONY: help env demo test check lint rust nightly fuzz lock clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /make \1\t/' | expand -t 14
@@ -44,6 +45,14 @@ lint: env ## formatters and linters, Rust and Python
 rust: ## Rust tests, by nextest where it is installed
 	@if cargo nextest --version >/dev/null 2>&1; then set -x; cargo nextest run --locked --workspace; \
 	else set -x; cargo test --locked --workspace; fi
+
+nightly: env ## the tests of keys, store and NEFF at 25 times their length (TEST_SCALE=number)
+	PROPTEST_CASES=$${PROPTEST_CASES:-1000000} cargo test --locked --release --package vllm-neuron-core
+	TEST_SCALE=$${TEST_SCALE:-25} $(TEST) tests/key tests/store tests/neff tests/attacks $(PYTEST_ARGS)
+
+fuzz: ## the fuzz targets, FUZZ_SECONDS each; needs a nightly toolchain and cargo-fuzz
+	for target in entry header neff archive graph; do \
+	cargo +nightly fuzz run --fuzz-dir rust/fuzz $$target -- -max_total_time=$(FUZZ_SECONDS) -rss_limit_mb=512; done
 
 lock: ## resolve requirements/*.in again (add UPGRADE=1 for newer versions)
 	$(PYTHON) -I scripts/lock.py --wheels '$(WHEELS)' $(if $(UPGRADE),--upgrade)

@@ -14,6 +14,7 @@ import torch
 
 from tests.key import graphs
 from tests.key.graphs import branches, two_ops, value, views
+from tests.scale import scaled
 from vllm_neuron import _core
 
 aten = torch.ops.aten
@@ -146,7 +147,7 @@ def test_random_graphs_differ_by_one_random_mutation():
         graph.output(nodes[-1])
         return torch.fx.GraphModule(torch.nn.Module(), graph)
 
-    for _ in range(200):
+    for _ in range(scaled(1000)):
         steps = [
             (generator.randrange(4), generator.randrange(2 + i), generator.random())
             for i in range(generator.randrange(1, 12))

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.scale import scaled
 from vllm_neuron import _core
 from vllm_neuron.errors import NeffError
 
@@ -94,7 +95,7 @@ def assert_equal(neff: _core.Neff, archive: bytes) -> None:
         assert neff.member(name) == content
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=scaled(800), deadline=None)
 @given(archives())
 def test_index_equals_that_of_tarfile(drawn):
     archive, must_accept = drawn
@@ -106,7 +107,7 @@ def test_index_equals_that_of_tarfile(drawn):
     assert_equal(neff, archive)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=scaled(1200), deadline=None)
 @given(archives(), st.data())
 def test_index_of_a_damaged_archive_equals_that_of_tarfile_or_is_refused(drawn, data):
     archive = bytearray(drawn.archive)

@@ -6,6 +6,7 @@ import os
 import random
 import time
 
+from tests.scale import scaled
 from tests.store.places import files_below, key_of, lock_of, path_of
 from tests.store.processes import finish, start
 from vllm_neuron import _core
@@ -13,7 +14,7 @@ from vllm_neuron import _core
 #: Keys in play; few, so that writers meet.
 KEYS = 40
 #: Kills in all, over the two harness processes.
-KILLS = 60
+KILLS = scaled(200)
 
 #: Forks writers and kills them at random times. Each writer locks a key, publishes it and, when
 #: that is acknowledged, writes the key's number to the file argv[2].

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from tests.scale import SCALE
 from tests.store.places import files_below, key_of, lock_of, path_of
 from tests.store.processes import finish, start
 
@@ -214,7 +215,7 @@ print(json.dumps({**done, "problems": problems, "counters": store.counters()}))
 """
 
 
-@pytest.mark.parametrize(("processes", "seconds"), [(6, 4)])
+@pytest.mark.parametrize(("processes", "seconds"), [(8, 4 * SCALE)])
 def test_processes_that_read_write_and_evict_at_once(store, root, processes, seconds):
     children = [start(_WORK, root, seed, seconds) for seed in range(processes)]
     results = [json.loads(finish(child)) for child in children]

@@ -17,14 +17,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.scale import scaled
 from tests.store.places import key_of
 from tests.store.processes import start
 from tests.store.tracing import Call, trace
 from vllm_neuron import _core
 
-#: How often the power is cut, and how many crash states are looked at; a nightly run does more.
-CUTS = int(os.environ.get("VLLM_NEURON_TEST_CUTS", "3"))
-STATES = int(os.environ.get("VLLM_NEURON_TEST_STATES", "10000"))
+#: How often the power is cut, and how many crash states are looked at.
+CUTS, STATES = scaled(3), scaled(10_000)
 PAGE = 4096
 SECTIONS = {"record": b"{}", "neff": bytes(range(256)) * 40}
 
