@@ -19,21 +19,24 @@ export DO_NOT_TRACK := 1
 VENV := $(CURDIR)/.venv/bin
 TEST := OMP_NUM_THREADS=1 $(VENV)/python -m pytest
 
-.PHONY: help env demo test check lint rust nightly fuzz lock clean
+.PHONY: help env xla-env demo test check lint rust nightly fuzz lock clean
 
 help: ## this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /make \1\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 14
 
 env: ## .venv with locked packages and a release build of the product
 	@$(PYTHON) -I scripts/environment.py --wheels '$(WHEELS)'
 
+xla-env: env ## the interpreter of the XLA route's worker, once for a user, outside of this folder (2.2 GB)
+	@$(VENV)/vllm-neuron xla-env create
+
 demo: env ## serve a model on the host emulator, cold and warm (MODEL=folder, PORT=number)
 	@$(VENV)/python -m demo.serve $(if $(MODEL),--model '$(MODEL)') $(if $(PORT),--port '$(PORT)')
 
-test: env lint rust ## everything: lint, Rust tests, Python tests with real servers
+test: env xla-env lint rust ## everything: lint, Rust tests, Python tests with real servers
 	$(TEST) $(PYTEST_ARGS)
 
-check: env lint rust ## the quick part of `make test`: no vLLM engine is started
+check: env xla-env lint rust ## the quick part of `make test`: no vLLM engine is started
 	$(TEST) -m 'not serve' $(PYTEST_ARGS)
 
 lint: env ## formatters and linters, Rust and Python

@@ -9,7 +9,11 @@ Writes, beside the `.in` files:
 * `dev.txt`: what tests, checks, build and demo need beyond that;
 * `torch-cpu.txt`: a CPU build of torch, from a folder of wheels;
 * `torch-cuda.txt`: PyPI's build of torch and the CUDA libraries without which it does not import,
-  for where no CPU build is at hand.
+  for where no CPU build is at hand;
+
+and in the package, for `vllm-neuron xla-env create`:
+
+* `xla_environment.txt`: the interpreter of the XLA route's worker, from `requirements/xla.in`.
 
 The locks hold for CPython 3.11 on x86-64 Linux: one wheel a package, with its hash. Versions that
 are locked already are kept, except with `--upgrade`.
@@ -31,6 +35,7 @@ from urllib.request import url2pathname
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements"
+XLA_LOCK = ROOT / "python" / "vllm_neuron" / "xla_environment.txt"
 HEADER = "# Written by scripts/lock.py from {source}; CPython 3.11, Linux x86-64.\n"
 TORCH = "torch==2.13.0"
 WITH_CUDA = re.compile(r"torch$|nvidia-|cuda-")
@@ -73,22 +78,22 @@ def resolve(arguments: list[str], *, find_links: Path | None) -> Pins:
     return pins
 
 
-def write(name: str, pins: Pins, *, source: str) -> None:
+def write(path: Path, pins: Pins, *, source: str) -> None:
     """Write one lock file, sorted by name."""
     lines = [HEADER.format(source=source)]
     for package, (version, digest) in sorted(pins.items()):
         lines.append(f"{package}=={version} \\\n    --hash=sha256:{digest}\n")
-    (REQUIREMENTS / name).write_text("".join(lines))
-    print(f"requirements/{name}: {len(pins)} packages")
+    path.write_text("".join(lines))
+    print(f"{path.relative_to(ROOT)}: {len(pins)} packages")
 
 
-def kept_versions(folder: Path) -> list[str]:
-    """Return pip arguments that hold what is locked already at its version."""
-    constraints = folder / "constraints.txt"
+def kept_versions(folder: Path, *locks: Path) -> list[str]:
+    """Return pip arguments that hold what is in these lock files at its version."""
+    constraints = folder / f"{locks[0].stem}.constraints"
     with constraints.open("w") as out:
-        for name in ("no-deps.txt", "torch-cuda.txt", "runtime.txt", "dev.txt"):
-            if (REQUIREMENTS / name).exists():
-                text = (REQUIREMENTS / name).read_text()
+        for lock in locks:
+            if lock.exists():
+                text = lock.read_text()
                 out.writelines(f"{pin}\n" for pin in re.findall(r"^[\w.-]+==[\w.]+", text, re.M))
     return ["--constraint", str(constraints)]
 
@@ -106,20 +111,24 @@ def main() -> None:
     runtime = ["-r", str(REQUIREMENTS / "runtime.in")]
     dev = ["-r", str(REQUIREMENTS / "dev.in")]
     with tempfile.TemporaryDirectory() as folder:
-        keep = [] if options.upgrade else kept_versions(Path(folder))
+        kept = [REQUIREMENTS / f"{n}.txt" for n in ("no-deps", "torch-cuda", "runtime", "dev")]
+        keep = [] if options.upgrade else kept_versions(Path(folder), *kept)
+        keep_xla = [] if options.upgrade else kept_versions(Path(folder), XLA_LOCK)
+        xla = resolve([*keep_xla, "-r", str(REQUIREMENTS / "xla.in")], find_links=None)
         bare = resolve(["--no-deps", "-r", no_deps], find_links=None)
         cpu = resolve(["--no-deps", f"{TORCH}+cpu"], find_links=wheels)
         cuda = resolve([*keep, TORCH], find_links=None)
         served = resolve([*keep, *runtime], find_links=None)
         # With torch, so that accelerate takes this one.
         checked = resolve([*keep, *runtime, *dev, f"{TORCH}+cpu"], find_links=wheels)
-    write("no-deps.txt", bare, source="no-deps.in")
-    write("torch-cpu.txt", cpu, source="a CPU build of torch")
+    write(REQUIREMENTS / "no-deps.txt", bare, source="no-deps.in")
+    write(REQUIREMENTS / "torch-cpu.txt", cpu, source="a CPU build of torch")
     cuda = {k: v for k, v in cuda.items() if WITH_CUDA.match(k)}
-    write("torch-cuda.txt", cuda, source="PyPI's torch and its CUDA libraries")
-    write("runtime.txt", served, source="runtime.in")
+    write(REQUIREMENTS / "torch-cuda.txt", cuda, source="PyPI's torch and its CUDA libraries")
+    write(REQUIREMENTS / "runtime.txt", served, source="runtime.in")
+    write(XLA_LOCK, xla, source="requirements/xla.in")
     extra = {k: v for k, v in checked.items() if k not in {*served, *bare, *cpu}}
-    write("dev.txt", extra, source="dev.in")
+    write(REQUIREMENTS / "dev.txt", extra, source="dev.in")
     moved = sorted(k for k in served if checked[k] != served[k])
     if moved:
         sys.exit(f"dev.in moves versions of runtime.txt: {', '.join(moved)}. Narrow one of them")

@@ -12,8 +12,8 @@ explains. Each runs in a process of its own, so that one that dies is a row. The
 
 Exit code 0 if nothing is wrong or died, except what `--expected` names.
 
-The chain `compile` is `torch.compile(backend="neuron_native")`, as for a user; `capture` is the one
-of the server: capture, lower, compile for the host emulator, load, run.
+The chain `compile` is `torch.compile(backend=...)` with the route's backend, as for a user;
+`capture` is the one of the server: capture, lower, compile for the host emulator, load, run.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -233,25 +234,34 @@ def _compiled(
 ) -> Callable[..., Any]:
     import torch
 
-    if chain == "compile" or route == "xla":
+    if chain == "compile":
         fullgraph = getattr(case, "FULLGRAPH", True)
         backend = _BACKENDS[route]
         return torch.compile(module, backend=backend, fullgraph=fullgraph, dynamic=False)
-    return _captured(module, tuple(inputs))
+    return _captured(module, tuple(inputs), route)
 
 
-def _captured(module: Any, inputs: tuple[Any, ...]) -> Callable[..., Any]:
+def _captured(module: Any, inputs: tuple[Any, ...], route: str) -> Callable[..., Any]:
     """The server's chain without its caches."""
     from vllm_neuron.binding import argument_leaves, find_tensor
     from vllm_neuron.capture import capture
     from vllm_neuron.compiler.host import HostCompiler
-    from vllm_neuron.lowering.native import NativeLowering
+    from vllm_neuron.envs import read_settings
+    from vllm_neuron.lowering import lowering_for
+    from vllm_neuron.route import Route
     from vllm_neuron.runtime.host import HostRuntime
 
     captured = capture(module, inputs, bucket="case")
     record = captured.record
-    with NativeLowering() as lowering:
+    lowering = lowering_for(
+        Route[route.upper()],
+        xla_python=read_settings()["VLLM_NEURON_XLA_PYTHON"],
+        logger=logging.getLogger(__name__),
+    )
+    try:
         lowered = lowering.lower(captured, bucket="case")
+    finally:
+        lowering.close()
     if not lowered.outputs:
         return lambda *args: record.rebuild_result([], _bound(module, record, args))
     neff = HostCompiler().compile(

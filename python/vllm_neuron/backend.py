@@ -1,8 +1,8 @@
-"""The torch.compile backends: `neuron_native` compiles and runs, `vllm_neuron` explains.
+"""The torch.compile backends: `neuron_native` and, for the XLA route, `vllm_neuron`.
 
-`torch.compile(model, backend="neuron_native")` sends each graph the native route's whole way
-(AOTAutograd, lowering, the host emulator's compiler and runtime) and runs it on CPU tensors, so
-that a person can try a model outside vLLM. The server does not come through here: it captures whole
+`torch.compile(model, backend=...)` sends each graph the whole way of a route (AOTAutograd,
+lowering, the host emulator's compiler and runtime) and runs it on CPU tensors, so that a person
+can try a model outside vLLM. The server does not come through here: it captures whole
 steps (`capture`) and keeps weights and KV caches on the device.
 """
 
@@ -12,7 +12,7 @@ import functools
 import itertools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,15 +23,17 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from vllm_neuron.binding import spec_of
 from vllm_neuron.capture import CapturedGraph
 from vllm_neuron.dynamo_trace import refusal
-from vllm_neuron.errors import ConfigurationError
+from vllm_neuron.envs import read_settings
+from vllm_neuron.lowering import lowering_for
 from vllm_neuron.lowering.decompositions import decomposition_table, finish_decomposition
 from vllm_neuron.lowering.graph_message import lowering_error
 from vllm_neuron.lowering.scalar_index import gather_scalar_indices
+from vllm_neuron.route import DEFAULT_LEVELS, Route
 from vllm_neuron.trace_record import GraphInput, TraceRecord
 
 if TYPE_CHECKING:
     from vllm_neuron.compiler.host import HostCompiler
-    from vllm_neuron.lowering.native import NativeLowering
+    from vllm_neuron.lowering.module import Lowering
     from vllm_neuron.runtime.base import LoadedModel
     from vllm_neuron.runtime.host import HostRuntime
 
@@ -40,9 +42,6 @@ __all__ = ["neuron_native", "vllm_neuron"]
 logger = logging.getLogger(__name__)
 
 aten = torch.ops.aten
-
-# The level that vLLM's default means on the native route (spec OL-10).
-_LEVEL = 2
 
 # Random operators that fill a tensor and look only at the shape and dtype of their operand.
 _FILLS = {
@@ -60,6 +59,8 @@ _FILLS = {
     aten.random.to,
     aten.uniform.default,
 }
+
+_BACKENDS = {Route.NATIVE: "neuron_native", Route.XLA: "vllm_neuron"}
 
 _numbers = itertools.count()
 
@@ -82,12 +83,34 @@ def neuron_native(
         LoweringError: an operator cannot be lowered.
         CompileError: the host compiler failed.
     """
+    return _compile_graph(gm, example_inputs, Route.NATIVE, options)
+
+
+def vllm_neuron(
+    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **options: Any
+) -> Callable[..., Any]:
+    """The same by the XLA route, which is deprecated.
+
+    Raises:
+        ConfigurationError: there is no interpreter for the XLA route's worker.
+    """
+    return _compile_graph(gm, example_inputs, Route.XLA, options)
+
+
+def _compile_graph(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    route: Route,
+    options: Mapping[str, Any],
+) -> Callable[..., Any]:
     name = f"graph_{next(_numbers)}"
     ignored = [key for key, value in options.items() if value not in (None, "default", {})]
     if ignored:
         logger.warning(
-            "torch.compile(backend='neuron_native'): %s has no effect on the Neuron native route",
+            "torch.compile(backend='%s'): %s has no effect on the Neuron %s route",
+            _BACKENDS[route],
             " and ".join(sorted(ignored)),
+            route,
         )
     for index, value in enumerate(example_inputs):
         sizes = value.shape if isinstance(value, torch.Tensor) else [value]
@@ -98,7 +121,7 @@ def neuron_native(
                 "Neuron graphs have static shapes: pass dynamic=False to torch.compile.",
             )
     gather_scalar_indices(gm)
-    return _Graph(gm, example_inputs, name)
+    return _Graph(gm, example_inputs, name, route)
 
 
 class _Graph:
@@ -108,8 +131,11 @@ class _Graph:
     tensors would be run on overlapping ones, whose updates each other must see.
     """
 
-    def __init__(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any], name: str) -> None:
+    def __init__(
+        self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any], name: str, route: Route
+    ) -> None:
         self._gm = gm
+        self._route = route
         self._name = name
         self._updates_inputs = False
         self._first = self._compiled(example_inputs)
@@ -119,7 +145,9 @@ class _Graph:
         compiler = functools.partial(self._compile, name=self._name)
         return aot_autograd(
             fw_compiler=compiler,
-            bw_compiler=functools.partial(_compile, name=f"{self._name}_backward"),
+            bw_compiler=functools.partial(
+                _compile, name=f"{self._name}_backward", route=self._route
+            ),
             inference_compiler=compiler,
             decompositions=decomposition_table(),
             keep_inference_input_mutations=True,
@@ -130,7 +158,7 @@ class _Graph:
     ) -> Callable[[list[Any]], list[Any]]:
         copies = gm.graph.find_nodes(op="call_function", target=aten.copy_.default)
         self._updates_inputs |= bool(copies)
-        return _compile(gm, example_inputs, name=name)
+        return _compile(gm, example_inputs, name=name, route=self._route)
 
     def __call__(self, *args: Any) -> Any:
         if not self._updates_inputs:
@@ -154,50 +182,40 @@ def _sharing(inputs: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
     )
 
 
-def vllm_neuron(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
-    """The XLA route's backend: refused, since this version has no XLA lowering.
+@functools.cache
+def _host() -> tuple[HostCompiler, HostRuntime]:
+    from vllm_neuron.compiler.host import HostCompiler
+    from vllm_neuron.runtime.host import HostRuntime
 
-    Raises:
-        ConfigurationError: always; never a silent run on the native route.
-    """
-    del gm, example_inputs, options
-    raise ConfigurationError(
-        "torch.compile(backend='vllm_neuron') selects the XLA route, whose lowering (PyTorch/XLA) "
-        "is not part of this version of vllm-neuron. Use backend='neuron_native'.",
-        name="backend",
-        value="vllm_neuron",
-    )
+    return HostCompiler(), HostRuntime()
 
 
 @functools.cache
-def _chain() -> tuple[NativeLowering, HostCompiler, HostRuntime]:
-    from vllm_neuron.compiler.host import HostCompiler
-    from vllm_neuron.lowering.native import NativeLowering
-    from vllm_neuron.runtime.host import HostRuntime
-
-    return NativeLowering(), HostCompiler(), HostRuntime()
+def _lowering(route: Route) -> Lowering:
+    python = read_settings()["VLLM_NEURON_XLA_PYTHON"]
+    return lowering_for(route, xla_python=python, logger=logger)
 
 
 def _compile(
-    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], *, name: str
+    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], *, name: str, route: Route
 ) -> Callable[[list[Any]], list[Any]]:
     """AOTAutograd's compiler: a functional graph, plus `copy_` into inputs, becomes a callable."""
     del example_inputs
-    plan = _plan(gm, name)
+    plan = _plan(gm, name, route)
     if not plan.captured.record.outputs:
         return _boxed(functools.partial(_run, plan, None))
     # AOTAutograd calls with its fake tensor mode on; literals of the graph are real tensors.
     with unset_fake_temporarily():
-        return _boxed(functools.partial(_run, plan, _load(plan.captured, name)))
+        return _boxed(functools.partial(_run, plan, _load(plan.captured, name, route)))
 
 
-def _load(captured: CapturedGraph, name: str) -> LoadedModel:
+def _load(captured: CapturedGraph, name: str, route: Route) -> LoadedModel:
     from vllm_neuron.compiler.arguments import HOST_TARGET, compiler_arguments
 
-    lowering, compiler, runtime = _chain()
-    lowered = lowering.lower(captured, bucket=name)
+    compiler, runtime = _host()
+    lowered = _lowering(route).lower(captured, bucket=name)
     arguments = compiler_arguments(
-        _LEVEL, extra=os.environ.get("NEURON_CC_FLAGS"), target=HOST_TARGET
+        DEFAULT_LEVELS[route], extra=os.environ.get("NEURON_CC_FLAGS"), target=HOST_TARGET
     ).arguments
     neff = compiler.compile(
         lowered,
@@ -247,7 +265,7 @@ def _run(plan: _Plan, model: LoadedModel | None, args: list[Any]) -> list[Any]:
     return results
 
 
-def _plan(gm: torch.fx.GraphModule, name: str) -> _Plan:
+def _plan(gm: torch.fx.GraphModule, name: str, route: Route) -> _Plan:
     graph = gm.graph
     finish_decomposition(graph)
     inputs = list(graph.find_nodes(op="placeholder"))
@@ -257,7 +275,7 @@ def _plan(gm: torch.fx.GraphModule, name: str) -> _Plan:
         if isinstance(target, torch._ops.OpOverload) and (
             torch.Tag.nondeterministic_seeded in target.tags
         ):
-            noise.append(_draw(node, name))
+            noise.append(_draw(node, name, route))
             with graph.inserting_after(inputs[-1] if inputs else None):
                 drawn = graph.placeholder(f"noise_{len(noise)}")
             drawn.meta["val"] = node.meta["val"]
@@ -268,7 +286,9 @@ def _plan(gm: torch.fx.GraphModule, name: str) -> _Plan:
     for node in graph.find_nodes(op="call_function", target=aten.copy_.default):
         updated, value = node.args[:2]
         if updated.op != "placeholder":
-            raise lowering_error(name, node, "it updates a tensor that is not an input")
+            raise lowering_error(
+                name, node, "it updates a tensor that is not an input", route=route
+            )
         aliases[len(outputs)] = inputs.index(updated)
         outputs.append(value)
         node.replace_all_uses_with(value)
@@ -299,7 +319,7 @@ def _plan(gm: torch.fx.GraphModule, name: str) -> _Plan:
     return _Plan(CapturedGraph(gm, record, name), tuple(noise), tuple(returned))
 
 
-def _draw(node: torch.fx.Node, name: str) -> Callable[[], torch.Tensor]:
+def _draw(node: torch.fx.Node, name: str, route: Route) -> Callable[[], torch.Tensor]:
     """What makes one random tensor with torch's own generator.
 
     Raises:
@@ -316,6 +336,7 @@ def _draw(node: torch.fx.Node, name: str) -> Callable[[], torch.Tensor]:
             node,
             "its distribution depends on tensors, so its numbers cannot be drawn before the graph; "
             "draw uniform or exponential noise and compute with it",
+            route=route,
         )
 
     def draw() -> torch.Tensor:

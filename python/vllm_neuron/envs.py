@@ -116,7 +116,7 @@ _ROWS = (
     Variable("VLLM_NEURON_CPU_MODE", "bool", False, _ACTS, _NOT, "run eagerly on the CPU, without NEFFs"),
     Variable("VLLM_NEURON_CPU_COMPILE", "bool", False, _ACTS, _DERIVED, "compile on a CPU host, run nothing"),
     Variable("NEURON_PLATFORM_TARGET_OVERRIDE", "str", None, _LATER, _DERIVED, "the compiler's target"),
-    Variable("VLLM_NEURON_XLA_PYTHON", "path", None, _LATER, _NOT, "interpreter of the XLA lowering"),
+    Variable("VLLM_NEURON_XLA_PYTHON", "path", None, _ACTS, _DERIVED, "interpreter of the XLA lowering, with torch 2.9 and torch-xla 2.9"),
     Variable("VLLM_USE_V2_MODEL_RUNNER", "bool", None, _ACTS, _NOT, "must be unset or 0: the Neuron model runner is the only one"),
     # Compiler.
     Variable("NEURON_CC_FLAGS", "str", None, _ACTS, _DERIVED, "compiler options, appended to the plugin's own"),

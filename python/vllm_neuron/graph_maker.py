@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from vllm_neuron.capture import CapturedGraph
     from vllm_neuron.compiler.base import Compiler
     from vllm_neuron.graph_job import GraphJob, PipelineCounters
-    from vllm_neuron.lowering.module import LoweredModule
-    from vllm_neuron.lowering.native import NativeLowering
+    from vllm_neuron.lowering.module import LoweredModule, Lowering
     from vllm_neuron.runtime.base import LoadedModel, Runtime
 
 __all__ = ["GraphMaker"]
@@ -48,7 +47,7 @@ class GraphMaker:
         route: str,
         arguments: Sequence[str],
         key_arguments: Sequence[str],
-        lowering: NativeLowering,
+        lowering: Lowering,
         compiler: Compiler,
         runtime: Runtime | None,
         precompile: PrecompileCache | None,

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from vllm_neuron.cache.precompile import PrecompileCache
     from vllm_neuron.capture import CapturedGraph
     from vllm_neuron.compiler.base import Compiler
-    from vllm_neuron.lowering.native import NativeLowering
+    from vllm_neuron.lowering.module import Lowering
     from vllm_neuron.runtime.base import DeviceTensor, Runtime
 
 __all__ = ["GraphSpec", "Pipeline", "PipelineCounters"]
@@ -74,7 +74,7 @@ class Pipeline:
         level: int,
         arguments: Sequence[str],
         key_arguments: Sequence[str],
-        lowering: NativeLowering,
+        lowering: Lowering,
         compiler: Compiler,
         runtime: Runtime | None,
         precompile: PrecompileCache | None,

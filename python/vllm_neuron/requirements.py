@@ -22,7 +22,7 @@ def check_packages(extra: str) -> list[str]:
     """Check the packages of an extra of this distribution.
 
     Args:
-        extra: `native` or `serve`.
+        extra: `native`, `xla` or `serve`.
 
     Returns:
         WARNING lines about packages that are newer than what was tested.

@@ -27,8 +27,11 @@ def test_help_lists_the_commands():
     assert done.returncode == 0
     lines = done.stdout.splitlines()
     assert lines[0] == "Usage: vllm-neuron [OPTIONS] COMMAND [ARGS]..."
-    assert "  neff   Show and validate NEFF files." in lines
-    assert "  cache  Look at and after the compile caches." in lines
+    listed = done.stdout.partition("Commands:\n")[2].splitlines()
+    commands = dict(line.split(maxsplit=1) for line in listed)
+    assert commands["neff"] == "Show and validate NEFF files."
+    assert commands["cache"] == "Look at and after the compile caches."
+    assert commands["xla-env"] == "Make the interpreter of the XLA route's worker."
 
 
 @pytest.mark.parametrize("arguments", [(), ("--help",)])

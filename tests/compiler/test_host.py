@@ -63,6 +63,7 @@ def test_the_level_reaches_the_compiler(level, tmp_path):
     xla_cpu.compile_module(
         linear(2, 8, 4).data,
         {**xla_cpu.options_for_level(level), "xla_dump_to": str(tmp_path)},
+        module_format="stablehlo",
     )
     (flags,) = tmp_path.glob("*.debug_options")
     recorded = dict(line.split(": ", 1) for line in flags.read_text().splitlines())
@@ -72,7 +73,9 @@ def test_the_level_reaches_the_compiler(level, tmp_path):
 
 def test_an_option_that_xla_does_not_know_is_refused():
     with pytest.raises(xla_cpu.XlaError, match="No such compile option: 'xla_no_such_option'"):
-        xla_cpu.compile_module(reverse("int32", (3,)).data, {"xla_no_such_option": True})
+        xla_cpu.compile_module(
+            reverse("int32", (3,)).data, {"xla_no_such_option": True}, module_format="stablehlo"
+        )
 
 
 @pytest.mark.parametrize(

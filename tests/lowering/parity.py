@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from typing import Any
 
 import torch
@@ -11,11 +12,19 @@ from torch.utils import _pytree as pytree
 from tests.lowering.xla_cpu import run_module
 from vllm_neuron.binding import argument_leaves, find_tensor
 from vllm_neuron.capture import CapturedGraph, capture
-from vllm_neuron.lowering.module import LoweredModule
-from vllm_neuron.lowering.native import NativeLowering
+from vllm_neuron.envs import read_settings
+from vllm_neuron.lowering import lowering_for
+from vllm_neuron.lowering.module import LoweredModule, Lowering
+from vllm_neuron.route import Route
 
 
-def lower(lowering: NativeLowering, step: torch.nn.Module, args: tuple) -> LoweredModule:
+def lowering_of(route: Route) -> Lowering:
+    """The lowering of a route; the XLA route's in the environment that `make xla-env` made."""
+    python = read_settings()["VLLM_NEURON_XLA_PYTHON"]
+    return lowering_for(route, xla_python=python, logger=logging.getLogger(__name__))
+
+
+def lower(lowering: Lowering, step: torch.nn.Module, args: tuple) -> LoweredModule:
     return lowering.lower(capture(step, args, bucket="test"), bucket="test")
 
 
@@ -28,7 +37,7 @@ def bind(captured: CapturedGraph, step: torch.nn.Module, args: tuple) -> list[to
     ]
 
 
-def run(lowering: NativeLowering, step: torch.nn.Module, args: tuple) -> Any:
+def run(lowering: Lowering, step: torch.nn.Module, args: tuple) -> Any:
     """The step's result by way of the lowered module; inputs are updated like eager does."""
     captured = capture(step, args, bucket="test")
     tensors = bind(captured, step, args)
@@ -40,7 +49,7 @@ def run(lowering: NativeLowering, step: torch.nn.Module, args: tuple) -> Any:
 
 
 def assert_parity(
-    lowering: NativeLowering,
+    lowering: Lowering,
     step: torch.nn.Module,
     args: tuple,
     *,

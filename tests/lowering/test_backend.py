@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
 
-from vllm_neuron.errors import CaptureError, ConfigurationError
+from vllm_neuron.errors import CaptureError
 
 
 def compiled(function):
@@ -115,10 +119,27 @@ def test_a_dynamic_dimension_is_refused():
     assert "pass dynamic=False to torch.compile" in str(caught.value)
 
 
-def test_the_xla_backend_says_what_is_missing():
+def test_the_xla_backend_compiles_and_updates():
     torch._dynamo.reset()
-    step = torch.compile(lambda x: x * 2, backend="vllm_neuron")
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
-        step(torch.ones(3))
-    assert isinstance(caught.value.inner_exception, ConfigurationError)
-    assert "XLA route" in str(caught.value) and "neuron_native" in str(caught.value)
+
+    def step(x, cache):
+        cache.add_(x)
+        return cache * 2
+
+    cache = torch.ones(3)
+    result = torch.compile(step, backend="vllm_neuron", dynamic=False)(torch.ones(3), cache)
+    assert (result.tolist(), cache.tolist()) == ([4, 4, 4], [2, 2, 2])
+
+
+def test_the_xla_backend_says_how_to_make_the_worker_s_interpreter(tmp_path):
+    program = (
+        "import torch\n"
+        "step = torch.compile(lambda x: x * 2, backend='vllm_neuron')\n"
+        "step(torch.ones(3))\n"
+    )
+    environment = {**os.environ, "XDG_DATA_HOME": str(tmp_path)}
+    run = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
+    assert run.returncode == 1
+    assert "Make it: vllm-neuron xla-env create." in run.stderr

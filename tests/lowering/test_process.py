@@ -49,7 +49,9 @@ def test_an_aborting_operator_is_named_and_the_next_graph_lowers(monkeypatch):
         y = x + 1
         return torch.bitwise_right_shift(y, amounts)  # MARK shift
 
-    monkeypatch.setattr("vllm_neuron.lowering.native._Child.worker", "tests.lowering.stock_worker")
+    monkeypatch.setattr(
+        "vllm_neuron.lowering.native.NativeLowering.worker", "tests.lowering.stock_worker"
+    )
     words, amounts = torch.ones(3, 1, dtype=torch.int32), torch.arange(8, dtype=torch.int32)
     with NativeLowering() as native:
         with pytest.raises(LoweringError) as caught:

@@ -12,6 +12,7 @@ from jaxlib.mlir._mlir_libs import _jax_mlir_ext
 from jaxlib.mlir.dialects import stablehlo
 from torch.utils import dlpack
 
+from vllm_neuron.compiler.xla_cpu import hlo_to_mlir
 from vllm_neuron.lowering.module import LoweredModule
 
 # XLA may otherwise drop the rounding of a bfloat16 value between two operations.
@@ -47,7 +48,10 @@ def run_module(lowered: LoweredModule, tensors: list[torch.Tensor]) -> list[torc
     options = xla_client.CompileOptions()
     options.env_option_overrides = _OPTIONS
     devices = xla_client.DeviceList((device,))
-    executable = client.compile_and_load(lowered.data, devices, options)
+    data = lowered.data
+    if lowered.format == "hlo":
+        data = hlo_to_mlir(data)
+    executable = client.compile_and_load(data, devices, options)
     buffers = [
         _jax.dlpack_managed_tensor_to_buffer(
             dlpack.to_dlpack(tensor.detach().contiguous()), device, None, True

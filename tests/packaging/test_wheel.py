@@ -87,9 +87,9 @@ def test_content(wheel):
     tops = {name.partition("/")[0] for name in names}
     assert tops == {"vllm_neuron", f"vllm_neuron_rs-{version}.dist-info"}
     suffixes = {Path(name).suffix for name in names if name.startswith("vllm_neuron/")}
-    assert suffixes == {".py", ".pyi", ".so", ".typed"}
+    assert suffixes == {".py", ".pyi", ".so", ".txt", ".typed"}
     assert [n for n in names if n.endswith(".so")] == ["vllm_neuron/_core.abi3.so"]
-    assert "vllm_neuron/py.typed" in names
+    assert {"vllm_neuron/py.typed", "vllm_neuron/xla_environment.txt"} <= set(names)
     foreign = ("test", "fake", "mock", "stub", "standin", "stand_in", "demo")
     assert [n for n in names if any(w in Path(n).name.lower() for w in foreign)] == []
     sources = ROOT / "python" / "vllm_neuron"

@@ -131,19 +131,26 @@ def test_native_rows(server, cache_root, tmp_path, value, arguments, environment
         ("vllm_neuron", ("-O2",), [XLA_REASON, explicit(2), XLA_DEPRECATED, XLA_STATE]),
     ],
 )
-def test_xla_rows_stop_before_weights_are_loaded(server, value, arguments, lines):
-    stopped = server(value, *arguments)
+def test_xla_rows(server, value, arguments, lines):
+    with server(value, *arguments) as running:
+        assert len(running.complete("hello", max_tokens=2)["choices"]) == 1
+        assert pinned(running.records()) == lines
+
+
+def test_without_the_worker_s_interpreter_the_xla_route_stops_before_weights_are_loaded(
+    server, tmp_path
+):
+    stopped = server("vllm_neuron", XDG_DATA_HOME=str(tmp_path))
     try:
         stopped.start()
         assert stopped.wait_exit() == 1
     finally:
         stopped.close()
-    assert pinned(stopped.records()) == lines
+    assert pinned(stopped.records()) == [XLA_REASON, XLA_DEFAULT, XLA_DEPRECATED, XLA_STATE]
     last = stopped.log_lines()[-1]
-    assert last.startswith(
-        f"vllm_neuron.errors.ConfigurationError: VLLM_NEURON_BACKEND={value.strip()}"
-    )
-    assert "is not in this version of vllm-neuron" in last
+    assert last.startswith("vllm_neuron.errors.ConfigurationError: The XLA route lowers graphs in")
+    assert f"{tmp_path}/vllm-neuron/xla-env does not exist" in last
+    assert "Make it: vllm-neuron xla-env create." in last
     assert not any("Starting to load model" in message for message in stopped.messages())
     assert not any(record.process.startswith("EngineCore") for record in stopped.records())
 

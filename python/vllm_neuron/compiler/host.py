@@ -1,4 +1,4 @@
-"""The compiler of the host emulator: a StableHLO module becomes a NEFF with an XLA:CPU program."""
+"""The compiler of the host emulator: a lowered module becomes a NEFF with an XLA:CPU program."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_neuron.compiler.host_program import (
     EXECUTABLE_MEMBER,
     FORMAT,
     MANIFEST_MEMBER,
-    MODULE_MEMBER,
+    MODULE_MEMBERS,
     HostManifest,
 )
 from vllm_neuron.errors import CompileError
@@ -51,7 +51,7 @@ _ALIAS = re.compile(r"\{(?P<output>\d*)\}: \((?P<input>\d+), \{\}")
 
 
 class HostCompiler:
-    """Compiles StableHLO with XLA for the processor of this machine.
+    """Compiles StableHLO and HLO with XLA for the processor of this machine.
 
     The NEFF has target `host`, which no Neuron device has, and holds the module, the ahead-of-time
     compiled executable and a manifest that says where that executable may run. Of the compiler
@@ -112,7 +112,7 @@ class HostCompiler:
 
         options = xla_cpu.options_for_level(_level_in(arguments))
         try:
-            executable = xla_cpu.compile_module(module.data, options)
+            executable = xla_cpu.compile_module(module.data, options, module_format=module.format)
             _check_program(executable, module)
             serialized = executable.serialize()
         except (xla_cpu.XlaError, RuntimeError) as error:
@@ -141,7 +141,7 @@ class HostCompiler:
             outputs=_tensors(output_names, module.outputs),
             members=[
                 (MANIFEST_MEMBER, manifest.to_json()),
-                (MODULE_MEMBER, module.data),
+                (MODULE_MEMBERS[module.format], module.data),
                 (EXECUTABLE_MEMBER, serialized),
             ],
             # Packed members would have to be unpacked at every start.

@@ -7,14 +7,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["EXECUTABLE_MEMBER", "FORMAT", "MANIFEST_MEMBER", "MODULE_MEMBER", "HostManifest"]
+from vllm_neuron.lowering.module import ModuleFormat
+
+__all__ = ["EXECUTABLE_MEMBER", "FORMAT", "MANIFEST_MEMBER", "MODULE_MEMBERS", "HostManifest"]
 
 FORMAT = 1
 """Version of the members below; a reader refuses any other."""
 
 MANIFEST_MEMBER = "host/manifest.json"
-MODULE_MEMBER = "host/module.stablehlo"
 EXECUTABLE_MEMBER = "host/executable.xla"
+MODULE_MEMBERS: Mapping[ModuleFormat, str] = {
+    "stablehlo": "host/module.stablehlo",
+    "hlo": "host/module.hlo",
+}
+"""The member that holds the module, one of them, by what it is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,10 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_neuron.lowering.module import ModuleFormat
 
 __all__ = [
     "CpuClient",
@@ -24,6 +27,7 @@ __all__ = [
     "compile_module",
     "cpu_features",
     "extension",
+    "hlo_to_mlir",
     "jaxlib_version",
     "load_executable",
     "options_for_level",
@@ -108,8 +112,15 @@ def options_for_level(level: int) -> dict[str, bool | int]:
     return {**_SAME_AS_EAGER, "xla_backend_optimization_level": level}
 
 
-def compile_module(module: bytes, options: Mapping[str, bool | int]) -> Any:
-    """Compile a StableHLO portable artifact for this processor.
+def compile_module(
+    module: bytes, options: Mapping[str, bool | int], *, module_format: ModuleFormat
+) -> Any:
+    """Compile a module for this processor.
+
+    Args:
+        module: a StableHLO portable artifact or a serialised HloModuleProto.
+        options: XLA options by their name in XLA.
+        module_format: which of the two it is.
 
     Returns:
         jaxlib's loaded executable.
@@ -121,9 +132,24 @@ def compile_module(module: bytes, options: Mapping[str, bool | int]) -> Any:
     compile_options = _xla_client().CompileOptions()
     compile_options.env_option_overrides = list(options.items())
     try:
+        if module_format == "hlo":
+            module = hlo_to_mlir(module)
         return cpu.client.compile_and_load(module, cpu.devices, compile_options)
     except (RuntimeError, ValueError, TypeError) as error:
         raise XlaError(short_reason(error)) from error
+
+
+def hlo_to_mlir(module: bytes) -> str:
+    """Convert a serialised HloModuleProto to MLIR, the only form that the client compiles.
+
+    Aliases travel along, as the module attribute mhlo.input_output_alias.
+    """
+    computation = _xla_client().XlaComputation(module)
+    text: str = extension().mlir.xla_computation_to_mlir_module(computation)
+    if len(computation.program_shape().result_shape().tuple_shapes()) == 1:
+        # A result that is a tuple of one is unpacked on this way, its alias is not.
+        text = text.replace("output_index = array<i64: 0>", "output_index = array<i64>")
+    return text
 
 
 def load_executable(serialized: bytes) -> Any:

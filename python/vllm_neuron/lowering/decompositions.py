@@ -1,15 +1,22 @@
-"""Which ATen operators AOTAutograd decomposes before a graph is lowered."""
+"""Which ATen operators are decomposed before a graph is lowered: by AOTAutograd, or afterwards."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._decomp import core_aten_decompositions, get_decompositions
+from torch._decomp import decomposition_table as torch_decompositions
+from torch._guards import detect_fake_mode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.traceback import preserve_node_meta
 
-__all__ = ["decomposition_table", "finish_decomposition"]
+if TYPE_CHECKING:
+    from vllm_neuron.capture import CapturedGraph
+
+__all__ = ["decompose", "decomposition_table", "finish_decomposition"]
 
 aten = torch.ops.aten
 
@@ -156,3 +163,38 @@ def _full(size: Sequence[int], fill_value: Any, *, dtype: Any = None, **kwargs: 
 def _squeeze_dims(self: torch.Tensor, dim: Sequence[int]) -> torch.Tensor:
     squeezed = {index % self.ndim for index in dim if self.shape[index] == 1} if self.ndim else ()
     return self.view([size for index, size in enumerate(self.shape) if index not in squeezed])
+
+
+def decompose(graph: CapturedGraph, operators: Iterable[str]) -> CapturedGraph:
+    """Write the named operators of a graph with others, wherever PyTorch or this file knows how.
+
+    Source lines, inputs, outputs and aliases stay. An operator without a decomposition stays too.
+
+    Args:
+        graph: a captured graph.
+        operators: names such as `aten.linalg__powsum.default`.
+    """
+    known = {**torch_decompositions, **_OF_NEWER_OPERATORS}
+    wanted = set(operators)
+    table = {op: rule for op, rule in known.items() if str(op) in wanted}
+    if not table:
+        return graph
+    values = [node.meta["val"] for node in graph.graph_module.graph.find_nodes(op="placeholder")]
+    mode = detect_fake_mode(values)
+    assert mode is not None, "a captured graph has inputs, and they are fake tensors"
+    with mode, torch.no_grad(), preserve_node_meta():
+        interpreter = torch.fx.Interpreter(graph.graph_module)
+        decomposed = make_fx(interpreter.run, decomposition_table=table)(*values)
+    return type(graph)(decomposed, graph.record, graph.bucket)
+
+
+def _powsum(
+    self: torch.Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> torch.Tensor:
+    return torch.sum(torch.abs(self).to(dtype or self.dtype) ** ord, dim, keepdim)
+
+
+# Operators that PyTorch/XLA's torch 2.9 does not know and torch 2.13 cannot decompose.
+_OF_NEWER_OPERATORS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+    aten.linalg__powsum.default: _powsum,
+}

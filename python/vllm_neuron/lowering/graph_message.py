@@ -18,7 +18,7 @@ from vllm_neuron.capture import CapturedGraph
 from vllm_neuron.dynamo_trace import source_line
 from vllm_neuron.errors import LoweringError
 
-__all__ = ["GraphMessage", "encode_graph"]
+__all__ = ["GraphMessage", "encode_graph", "lowering_error"]
 
 # A literal tensor of the model's code is written into the module; above this size it belongs in a
 # buffer, or the module and its cache entry would carry it.
@@ -79,13 +79,13 @@ class GraphMessage:
     nodes: tuple[torch.fx.Node, ...]
 
 
-def encode_graph(graph: CapturedGraph, *, bucket: str) -> GraphMessage:
-    """Write a graph out as data.
+def encode_graph(graph: CapturedGraph, *, bucket: str, route: str) -> GraphMessage:
+    """Write a graph out as data; bucket and route are for messages.
 
     Raises:
         LoweringError: it holds something that is not an operator on tensors, or a large literal.
     """
-    return _Encoder(graph, bucket).message()
+    return _Encoder(graph, bucket, route).message()
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -97,9 +97,10 @@ def _spec(value: torch.Tensor) -> list[Any]:
 
 
 class _Encoder:
-    def __init__(self, graph: CapturedGraph, bucket: str) -> None:
+    def __init__(self, graph: CapturedGraph, bucket: str, route: str) -> None:
         self.captured = graph
         self.bucket = bucket
+        self.route = route
         self.values: dict[torch.fx.Node, Any] = {}
         self.count = 0
         self.nodes: list[dict[str, Any]] = []
@@ -134,7 +135,7 @@ class _Encoder:
         return self.count - 1
 
     def _refuse(self, node: torch.fx.Node, reason: str) -> LoweringError:
-        return lowering_error(self.bucket, node, reason)
+        return lowering_error(self.bucket, node, reason, route=self.route)
 
     def _folded(self, node: torch.fx.Node) -> bool:
         """Write a short arange of fractions or of narrow floats as a literal.
@@ -281,7 +282,9 @@ class _Encoder:
         return ["scalar_tensor", *literal] if isinstance(kind, torch.TensorType) else literal
 
 
-def lowering_error(bucket: str, node: torch.fx.Node | None, reason: str) -> LoweringError:
+def lowering_error(
+    bucket: str, node: torch.fx.Node | None, reason: str, *, route: str
+) -> LoweringError:
     """A `LoweringError` that names operator, specs, source line and bucket."""
     op = source = None
     what = "a graph"
@@ -296,7 +299,7 @@ def lowering_error(bucket: str, node: torch.fx.Node | None, reason: str) -> Lowe
         what = f"{op}({operands})"
     place = f" at {source}" if source else ""
     return LoweringError(
-        f"Bucket {bucket!r}: the native route cannot lower {what}{place}: {reason}.",
+        f"Bucket {bucket!r}: the {route} route cannot lower {what}{place}: {reason}.",
         bucket=bucket,
         op=op,
         reason=reason,

@@ -15,9 +15,10 @@ from jaxlib.mlir import ir
 from jaxlib.mlir._mlir_libs import _jax_mlir_ext
 from jaxlib.mlir.dialects import stablehlo
 
+from vllm_neuron.lowering.failure import LoweringFailure
 from vllm_neuron.lowering.ops import Builder, Refusal, Tensor, literal, own_lowering
 from vllm_neuron.lowering.ops.dtypes import element_bytes
-from vllm_neuron.lowering.torch_dialect import LoweringFailure, operand_values
+from vllm_neuron.lowering.worker import operand_values
 
 __all__ = ["finish_module"]
 

@@ -17,7 +17,10 @@ from torch_mlir import ir
 from torch_mlir.dialects import torch as torch_dialect
 from torch_mlir.passmanager import PassManager
 
-__all__ = ["ImportedGraph", "LoweringFailure", "import_graph", "lower_to_stablehlo"]
+from vllm_neuron.lowering.failure import LoweringFailure
+from vllm_neuron.lowering.worker import operand_values
+
+__all__ = ["ImportedGraph", "import_graph", "lower_to_stablehlo"]
 
 # Numbers of c10/core/ScalarType.h, which the torch dialect uses for dtypes.
 _SCALAR_TYPES = {
@@ -60,15 +63,6 @@ _PIPELINE = (
     "torchdynamo-export-to-torch-backend-pipeline{extra-library=},"
     "torch-backend-to-stablehlo-backend-pipeline{allow-non-finites=true})"
 )
-
-
-class LoweringFailure(Exception):
-    """A graph cannot be lowered; `node` is the index of the node at fault, or None."""
-
-    def __init__(self, reason: str, node: int | None = None) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.node = node
 
 
 @dataclass
@@ -302,17 +296,6 @@ class _Importer:
         return ir.Operation.create(
             name, results=[ir.Type.parse(kind)], attributes=attributes
         ).result
-
-
-def operand_values(arguments: list[Any]) -> list[int]:
-    """Numbers of the tensors among a node's arguments, in order."""
-    numbers: list[int] = []
-    for kind, *rest in arguments:
-        if kind == "value":
-            numbers.append(rest[0])
-        elif kind == "list":
-            numbers += operand_values(rest[1])
-    return numbers
 
 
 def _wide(dtype: str) -> str:

@@ -15,7 +15,7 @@ from vllm_neuron.compiler.arguments import HOST_TARGET
 from vllm_neuron.compiler.host_program import (
     EXECUTABLE_MEMBER,
     MANIFEST_MEMBER,
-    MODULE_MEMBER,
+    MODULE_MEMBERS,
     HostManifest,
 )
 from vllm_neuron.errors import ExecutionError, NeffFormatError
@@ -127,7 +127,14 @@ class HostRuntime:
             "; further ones are logged at DEBUG" if first else "",
         )
         try:
-            executable = xla_cpu.compile_module(neff.member(MODULE_MEMBER), manifest.options)
+            names = {name for name, _ in neff.members}
+            module_format = next(
+                (key for key, name in MODULE_MEMBERS.items() if name in names), "stablehlo"
+            )
+            module = neff.member(MODULE_MEMBERS[module_format])
+            executable = xla_cpu.compile_module(
+                module, manifest.options, module_format=module_format
+            )
         except (xla_cpu.XlaError, NeffFormatError) as error:
             raise _load_error(
                 bucket, f"the module in the NEFF {neff.name!r} cannot be compiled: {error}"

@@ -14,7 +14,7 @@ from vllm_neuron.cache.start_report import report_path
 from vllm_neuron.cache.tiers import COMPILATION_SHARE, PRECOMPILE_SHARE, tiers_of
 from vllm_neuron.compile_pool import default_workers
 from vllm_neuron.compiler.host import HostCompiler
-from vllm_neuron.lowering.native import NativeLowering
+from vllm_neuron.lowering import lowering_for
 from vllm_neuron.pipeline import GraphSpec, Pipeline
 from vllm_neuron.runtime.host import HostRuntime
 from vllm_neuron.vllm.factors import UnkeyableConfigError, describe, model_factors
@@ -130,7 +130,9 @@ class CompiledExecution:
             level=record.level,
             arguments=arguments.arguments,
             key_arguments=arguments.key_arguments,
-            lowering=NativeLowering(),
+            lowering=lowering_for(
+                record.route, xla_python=settings["VLLM_NEURON_XLA_PYTHON"], logger=logger
+            ),
             compiler=HostCompiler(),
             runtime=self._runtime,
             precompile=precompile,

@@ -13,6 +13,7 @@ from vllm.platforms.interface import Platform, PlatformEnum
 from vllm_neuron import envs, optimization, route
 from vllm_neuron.device import Mode
 from vllm_neuron.errors import ConfigurationError
+from vllm_neuron.lowering import xla_interpreter
 from vllm_neuron.requirements import check_packages
 from vllm_neuron.route import LogLine, Route
 from vllm_neuron.vllm import limits
@@ -356,19 +357,13 @@ def _write_start_lines(start: route.StartRecord) -> None:
 
 def _check_route(start: optimization.StartInProgress) -> None:
     """Stop where a part of the route is missing; never run the other route instead."""
-    record = start.record.route
-    if record.route is Route.XLA:
-        raise ConfigurationError(
-            f"{record.reason} selects the XLA route, and the XLA "
-            "lowering (PyTorch/XLA to HLO) is not in this version of vllm-neuron. The server does "
-            f"not run another route instead. Unset {route.BACKEND_VARIABLE} or set it to "
-            "neuron_native for the native route.",
-            name=route.BACKEND_VARIABLE,
-            value=record.raw_value,
-        )
     warnings = check_packages("serve")
     if start.record.mode is not Mode.CPU:
-        warnings += check_packages("native")
+        if start.record.route.route is Route.XLA:
+            warnings += check_packages("xla")
+            xla_interpreter.find(start.record.settings[xla_interpreter.PYTHON_VARIABLE])
+        else:
+            warnings += check_packages("native")
     if start.writes:
         route.write_lines(LogLine(logging.WARNING, text) for text in warnings)
 
