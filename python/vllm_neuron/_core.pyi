@@ -60,7 +60,13 @@ class Neff:
     """A validated NEFF. It keeps a hold of the buffer that it was parsed from."""
 
     @staticmethod
-    def parse(data: Buffer, *, path: str | None = None, verify_hash: bool = True) -> Neff:
+    def parse(
+        data: Buffer,
+        *,
+        path: str | None = None,
+        verify_hash: bool = True,
+        index: Buffer | None = None,
+    ) -> Neff:
         """Parse and validate the bytes of a NEFF, without the GIL.
 
         A read-only buffer is used in place and must not change afterwards; a writable one is
@@ -70,6 +76,8 @@ class Neff:
             data: the whole file; any contiguous buffer.
             path: where the bytes are from, for messages.
             verify_hash: whether to compare the payload with the digest in the header.
+            index: what `Neff.index` gave for the same bytes, kept as safe as they are: the archive
+                is then not read again. An index of other bytes or of another version is not used.
 
         Raises:
             NeffFormatError: a rule of the format is broken (docs/neff-format.md, "Checks").
@@ -77,6 +85,8 @@ class Neff:
             NeffUnsupportedError: a version or feature that is not known.
         """
 
+    def index(self) -> bytes:
+        """Return what parsing found out, to be kept beside the bytes and given to `parse`."""
     @property
     def path(self) -> str | None: ...
     @property

@@ -262,7 +262,13 @@ class GraphMaker:
         assert job.trace is not None
         bucket = job.spec.bucket
         # Fresh NEFFs are verified before they are kept, cached ones by their entry's checksums.
-        model = runtime.load(neff.data, aliases=job.trace.aliases, bucket=bucket, is_verified=True)
+        model = runtime.load(
+            neff.data,
+            aliases=job.trace.aliases,
+            bucket=bucket,
+            is_verified=True,
+            index=neff.index,
+        )
         for kind, traced, loaded in (
             ("inputs", [item.spec for item in job.trace.inputs], model.inputs),
             ("outputs", list(job.trace.outputs), model.outputs),

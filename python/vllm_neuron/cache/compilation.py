@@ -34,6 +34,8 @@ class CompiledNeff:
     data: memoryview | bytes
     key: _core.Key
     hit: bool
+    #: What parsing them found out (`_core.Neff.index`), so that loading need not read the archive.
+    index: memoryview | bytes | None = None
 
 
 class CompilationCache:
@@ -175,6 +177,7 @@ class CompilationCache:
                     {
                         "record": keys.canonical_json(dict(describe)),
                         "factors": keys.canonical_json(dict(factors)),
+                        "index": compiled.index or b"",
                         "neff": compiled.data,
                         "module": module.data,
                     },
@@ -194,7 +197,8 @@ class CompilationCache:
         if "neff" not in entry.sections:
             self._set_aside("neff", key, "it has no NEFF section")
             return None
-        return CompiledNeff(data=entry.section("neff"), key=key, hit=True)
+        index = entry.section("index") if "index" in entry.sections else None
+        return CompiledNeff(data=entry.section("neff"), key=key, hit=True, index=index)
 
     def _compile(
         self, key: _core.Key, compile_module: Callable[[], bytes], *, bucket: str
@@ -202,14 +206,14 @@ class CompilationCache:
         started = time.monotonic()
         data = compile_module()
         # Bytes that are not a NEFF must not enter the cache (bugs C07).
-        _core.Neff.parse(data, path=None, verify_hash=True)
+        parsed = _core.Neff.parse(data, path=None, verify_hash=True)
         self._logger.info(
             "Compilation complete in %.2f seconds (%s, key %s)",
             time.monotonic() - started,
             bucket,
             key.short,
         )
-        return CompiledNeff(data=data, key=key, hit=False)
+        return CompiledNeff(data=data, key=key, hit=False, index=parsed.index())
 
     def _set_aside(self, kind: str, key: _core.Key, reason: str) -> None:
         self._logger.warning(

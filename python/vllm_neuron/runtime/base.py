@@ -134,6 +134,7 @@ class Runtime(Protocol):
         aliases: Mapping[int, int],
         bucket: str,
         is_verified: bool = False,
+        index: Buffer | None = None,
     ) -> LoadedModel:
         """Validate a NEFF and make it ready to run.
 
@@ -143,6 +144,7 @@ class Runtime(Protocol):
             bucket: the name of the bucket, for messages.
             is_verified: the caller has compared the bytes with a checksum, so the NEFF's own digest
                 need not be computed.
+            index: what `_core.Neff.index` gave for these bytes, so that the archive is not read.
 
         Raises:
             NeffError: the bytes are not a sound NEFF.

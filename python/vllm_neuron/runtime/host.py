@@ -78,6 +78,7 @@ class HostRuntime:
         aliases: Mapping[int, int],
         bucket: str,
         is_verified: bool = False,
+        index: Buffer | None = None,
     ) -> HostModel:
         """Validate a NEFF of target `host` and make it ready to run.
 
@@ -89,7 +90,7 @@ class HostRuntime:
             ExecutionError: another target, no program of the host emulator inside, other aliases
                 than `aliases`, or a module that XLA refuses.
         """
-        parsed = Neff.parse(neff, verify_hash=not is_verified)
+        parsed = Neff.parse(neff, verify_hash=not is_verified, index=index)
         if parsed.target != HOST_TARGET:
             raise _load_error(
                 bucket,

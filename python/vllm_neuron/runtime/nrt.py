@@ -103,6 +103,7 @@ class NrtRuntime:
         aliases: Mapping[int, int],
         bucket: str,
         is_verified: bool = False,
+        index: Buffer | None = None,
     ) -> NrtModel:
         """Validate a NEFF and load it; a view of mapped pages is read in place.
 
@@ -111,7 +112,7 @@ class NrtRuntime:
             ExecutionError: it is for another target, logical core size or compiler generation, its
                 tensors do not allow `aliases`, or the runtime refuses it.
         """
-        parsed = Neff.parse(neff, verify_hash=not is_verified)
+        parsed = Neff.parse(neff, verify_hash=not is_verified, index=index)
         self._check(parsed, aliases, bucket)
         try:
             handle = self.library.load(neff, core=self.core)

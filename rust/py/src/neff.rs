@@ -67,22 +67,33 @@ struct Neff {
 impl Neff {
     /// Parses and validates the bytes of a NEFF, without the GIL.
     #[staticmethod]
-    #[pyo3(signature = (data, *, path = None, verify_hash = true))]
+    #[pyo3(signature = (data, *, path = None, verify_hash = true, index = None))]
     fn parse(
         py: Python<'_>,
         data: &Bound<'_, PyAny>,
         path: Option<String>,
         verify_hash: bool,
+        index: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
         let data = SharedBytes::new(data)?;
+        let index = index.map(SharedBytes::new).transpose()?;
         let options = ParseOptions {
             verify_hash,
             ..ParseOptions::default()
         };
-        match py.detach(|| neff::Neff::parse(data, &options)) {
+        let parsed = py.detach(|| match &index {
+            Some(index) => neff::Neff::parse_indexed(data, index.as_ref(), &options),
+            None => neff::Neff::parse(data, &options),
+        });
+        match parsed {
             Ok(inner) => Ok(Self { inner, path }),
             Err(error) => Err(neff_error(py, &error, path.as_deref())),
         }
+    }
+
+    /// What parsing found out, to be kept beside the bytes.
+    fn index<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.inner.index())
     }
 
     /// The path given to `parse`.

@@ -7,6 +7,8 @@ use std::collections::HashMap;
 use std::fmt::Display;
 use std::path::Path;
 
+use serde::{Deserialize, Serialize};
+
 use super::error::{Mismatch, NeffError, shortened};
 use super::stream::{Compression, Stream};
 use super::tar::{self, BLOCK_BYTES, Block, BlockKind, Fault, PaxRecords};
@@ -60,7 +62,7 @@ impl Default for Limits {
 }
 
 /// One file of the archive.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Member {
     /// Path inside the archive.
     pub name: String,
@@ -68,7 +70,8 @@ pub struct Member {
     pub size: u64,
     /// Where its content starts in the inflated stream.
     pub(super) offset: u64,
-    /// The first bytes of a `.npy` file.
+    /// The first bytes of a `.npy` file; only for the checks of a whole NEFF.
+    #[serde(skip)]
     pub(super) npy_prefix: Option<[u8; NPY_PREFIX_BYTES]>,
 }
 
@@ -137,6 +140,32 @@ impl Archive {
         }
         reader.stream.finish()?;
         Ok(archive)
+    }
+
+    /// An archive whose index is known; None if it cannot be that of `payload`.
+    pub(super) fn from_members(
+        payload: &[u8],
+        compression: Compression,
+        members: Vec<Member>,
+    ) -> Option<Self> {
+        if Compression::of(payload) != compression {
+            return None;
+        }
+        let mut by_name = HashMap::with_capacity(members.len());
+        for (index, member) in members.iter().enumerate() {
+            let end = member.offset.checked_add(member.size)?;
+            let is_inside = compression == Compression::Gzip || end <= payload.len() as u64;
+            if !is_inside || by_name.insert(member.name.clone(), index).is_some() {
+                return None;
+            }
+        }
+        Some(Self {
+            compression,
+            members,
+            by_name,
+            kept: HashMap::new(),
+            limits: Limits::DEFAULT,
+        })
     }
 
     pub(super) fn get(&self, name: &str) -> Option<&Member> {

@@ -13,6 +13,7 @@ pub mod dtype;
 mod error;
 mod features;
 mod header;
+mod index;
 mod manifest;
 mod signature;
 mod stream;

@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::archive::Archive;
@@ -17,7 +17,7 @@ pub(super) const MEMBER: &str = "neff.json";
 const KELF_FUNCTION: &str = "__kelf";
 
 /// One input or output.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Tensor {
     /// Name, unique among the inputs or the outputs.
     pub name: String,
@@ -28,7 +28,7 @@ pub struct Tensor {
 }
 
 /// What `neff.json` says.
-#[derive(Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Signature {
     pub(super) inputs: Vec<Tensor>,
     /// De-duplicated: with LNC 2 every output is listed once per core.

@@ -5,8 +5,8 @@
 use std::collections::BTreeMap;
 use std::fmt::Display;
 
-use serde::Deserialize;
 use serde::de::IgnoredAny;
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::archive::{Archive, Member, NPY_PREFIX_BYTES, is_numpy_file};
@@ -61,7 +61,7 @@ struct Variable {
 }
 
 /// What the checks of the whole NEFF need to know of a subgraph.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Subgraph {
     /// Path of its `def.json`.
     pub definition: String,
