@@ -1,6 +1,6 @@
 """Tiny random checkpoints of real architectures, built here, and transformers' own answers to them.
 
-    python -m tests.models {llama,qwen3,mixtral} FOLDER
+    python -m tests.models ARCHITECTURE FOLDER
 
 A checkpoint is a folder as `vllm serve` takes it: config, safetensors, a byte-level tokenizer of
 264 tokens with a chat template. The same call always writes the same weights.
@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import torch
 
-ARCHITECTURES: Final = ("llama", "qwen3", "mixtral")
+from tests.architectures import ARCHITECTURES, build_model
 
 SPECIAL_TOKENS: Final = ("<unk>", "<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>")
 RESERVED_TOKENS: Final = ("<reserved_0>", "<reserved_1>")
@@ -57,11 +57,9 @@ def _tokenizer() -> Any:
     return fast
 
 
-def _model(architecture: str, layers: int) -> Any:
-    """Return a model with transformers' own initialisation."""
-    import transformers
-
-    shape = {
+def _shape(layers: int) -> dict[str, Any]:
+    """Return the configuration that all architectures share."""
+    return {
         "vocab_size": VOCABULARY_SIZE,
         "hidden_size": 64,
         "num_hidden_layers": layers,
@@ -76,23 +74,13 @@ def _model(architecture: str, layers: int) -> Any:
         "pad_token_id": PAD,
         "tie_word_embeddings": False,
     }
-    if architecture == "llama":
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
-    if architecture == "qwen3":
-        # Its published small sizes tie the embeddings and have heads wider than hidden / heads.
-        shape |= {"head_dim": 32, "tie_word_embeddings": True}
-        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shape))
-    if architecture == "mixtral":
-        shape |= {"num_local_experts": 4, "num_experts_per_tok": 2}
-        return transformers.MixtralForCausalLM(transformers.MixtralConfig(**shape))
-    raise ValueError(f"architecture: expected one of {ARCHITECTURES}, got {architecture!r}")
 
 
 def build(architecture: str, folder: Path, *, layers: int = 2, seed: int = 0) -> Path:
     """Write a float32 checkpoint.
 
     Args:
-        architecture: one of `ARCHITECTURES`.
+        architecture: one of `architectures.ARCHITECTURES`.
         folder: where to; made if missing.
         layers: number of decoder layers.
         seed: of the weights.
@@ -102,7 +90,7 @@ def build(architecture: str, folder: Path, *, layers: int = 2, seed: int = 0) ->
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = _model(architecture, layers).to(torch.float32)
+        model = build_model(architecture, _shape(layers)).to(torch.float32)
         # At their initial value of one a norm that is left out could not be told from one applied.
         for name, weight in model.named_parameters():
             if "norm" in name:
@@ -168,7 +156,7 @@ def logits(folder: Path, ids: Sequence[int], *, dtype: torch.dtype = torch.float
 def main() -> None:
     """Write one checkpoint."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("architecture", choices=ARCHITECTURES)
+    parser.add_argument("architecture", choices=sorted(ARCHITECTURES))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, default=2)
     options = parser.parse_args()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -16,6 +18,9 @@ from vllm_neuron.envs import read_settings
 from vllm_neuron.lowering import lowering_for
 from vllm_neuron.lowering.module import LoweredModule, Lowering
 from vllm_neuron.route import Route
+
+COMPARED: dict[str, set[str]] = defaultdict(set)
+"""The tests that compared each ATen operator with eager in this process."""
 
 
 def lowering_of(route: Route) -> Lowering:
@@ -40,6 +45,10 @@ def bind(captured: CapturedGraph, step: torch.nn.Module, args: tuple) -> list[to
 def run(lowering: Lowering, step: torch.nn.Module, args: tuple) -> Any:
     """The step's result by way of the lowered module; inputs are updated like eager does."""
     captured = capture(step, args, bucket="test")
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition("::")[2]
+    for node in captured.graph_module.graph.nodes:
+        if node.op == "call_function":
+            COMPARED[str(node.target)].add(test.partition(" ")[0].partition("[")[0])
     tensors = bind(captured, step, args)
     outputs = run_module(lowering.lower(captured, bucket="test"), tensors)
     for output, graph_input in captured.record.aliases.items():

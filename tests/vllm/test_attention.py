@@ -15,7 +15,7 @@ HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 8, 4
 NUM_BLOCKS = 32
 
 
-def reference(query, keys, values, positions, *, window, soft_cap):
+def reference(query, keys, values, positions, *, window, soft_cap, sinks):
     """Attention of one sequence, (Q, heads, D) over (S, kv_heads, D), in float32."""
     group = HEADS // KV_HEADS
     keys, values = (x.float().repeat_interleave(group, dim=1) for x in (keys, values))
@@ -24,11 +24,16 @@ def reference(query, keys, values, positions, *, window, soft_cap):
         scores = soft_cap * torch.tanh(scores / soft_cap)
     distance = positions[:, None] - torch.arange(len(keys))[None]
     hidden = (distance < 0) | (distance >= (window or len(keys) + 1))
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(-1, 1, 1).expand(-1, len(query), 1)], dim=-1)
+    weights = scores.softmax(-1)[..., : len(keys)]
     return torch.einsum("hqs,shd->qhd", weights, values)
 
 
-def attend(starts, query_len, blocks_per_row, *, dtype, garbage, window=None, soft_cap=None):
+def attend(
+    starts, query_len, blocks_per_row, *, dtype, garbage, window=None, soft_cap=None, sinks=None
+):
     """Runs sequences of `starts` cached tokens and one padded row; returns outputs, references."""
     generator = torch.Generator().manual_seed(1)
 
@@ -61,7 +66,15 @@ def attend(starts, query_len, blocks_per_row, *, dtype, garbage, window=None, so
         )
         query = tokens[0][now]
         expected.append(
-            reference(query, keys, values, where[start:], window=window, soft_cap=soft_cap)
+            reference(
+                query,
+                keys,
+                values,
+                where[start:],
+                window=window,
+                soft_cap=soft_cap,
+                sinks=sinks,
+            )
         )
 
     stored = storage_dtype(dtype)
@@ -82,6 +95,7 @@ def attend(starts, query_len, blocks_per_row, *, dtype, garbage, window=None, so
         num_kv_heads=KV_HEADS,
         sliding_window=window,
         logits_soft_cap=soft_cap,
+        sinks=sinks,
     )
     output = torch.empty(batch * query_len, HEADS, DIM, dtype=dtype)
     before = [cache.clone() for cache in caches]
@@ -113,6 +127,15 @@ def test_equals_dense_attention(starts, query_len, window, soft_cap, garbage):
     assert output[live:].isfinite().all(), "the padded row"
 
 
+@pytest.mark.parametrize("window", [None, 5])
+def test_sinks_take_their_share_of_the_softmax(window):
+    sinks = torch.linspace(-2, 3, HEADS)
+    output, expected = attend(
+        [3, 9], 4, 6, dtype=torch.float32, garbage=math.nan, window=window, sinks=sinks
+    )
+    torch.testing.assert_close(output[: len(expected)], expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_stored_as_bits(dtype):
     output, expected = attend([3, 9], 1, 6, dtype=dtype, garbage=math.nan)
@@ -126,7 +149,7 @@ def test_half_precision_is_stored_as_bits(dtype):
         ("attention type encoder_only", {"attn_type": "encoder_only"}),
         ("a KV cache shared between layers", {"kv_sharing_target_layer_name": "layer"}),
         ("KV cache dtype fp8", {"kv_cache_dtype": "fp8"}),
-        ("attention with sinks", {"sinks": torch.zeros(HEADS)}),
+        ("attention with use_direct_call", {"use_direct_call": True}),
     ],
 )
 def test_what_is_not_implemented_is_refused_at_load(feature, options):

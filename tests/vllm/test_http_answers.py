@@ -65,7 +65,7 @@ def test_concurrent_alone_and_transformers_agree(model, tmp_path):
     assert together == expected
 
 
-@pytest.mark.parametrize("architecture", models.ARCHITECTURES)
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "mixtral"])
 def test_bfloat16_log_probabilities(architecture, checkpoint, tmp_path):
     import torch
 

@@ -144,6 +144,11 @@ class NeuronAttentionBackend(AttentionBackend):
         return NeuronAttentionMetadataBuilder
 
     @classmethod
+    def supports_sink(cls) -> bool:
+        """Returns True: a sink is one more column of the softmax."""
+        return True
+
+    @classmethod
     def supports_sliding_window(cls) -> bool:
         """Returns True: a window is one more comparison in the mask."""
         return True
@@ -168,6 +173,7 @@ class NeuronAttention(AttentionImpl[NeuronAttentionMetadata]):
         logits_soft_cap: float | None = None,
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
         **extra: Any,
     ) -> None:
         unknown = sorted(name for name, value in extra.items() if value is not None)
@@ -192,6 +198,7 @@ class NeuronAttention(AttentionImpl[NeuronAttentionMetadata]):
         self.kv_cache_dtype = kv_cache_dtype
         self.window = sliding_window
         self.soft_cap = logits_soft_cap or None
+        self.sinks = sinks
 
     def forward(
         self,
@@ -243,7 +250,7 @@ class NeuronAttention(AttentionImpl[NeuronAttentionMetadata]):
             scores = torch.tanh(scores / self.soft_cap) * self.soft_cap
         scores = scores.view(batch, self.num_heads, query_len, -1)
         scores = torch.where(step.visible[self.window], scores, float("-inf"))
-        weights = torch.softmax(scores, dim=-1).to(values.dtype)
+        weights = self._weights(scores).to(values.dtype)
         attended = torch.bmm(weights.view(batch * kv_heads, group * query_len, -1), values)
         # Contiguous, as `output` is: without the copy that forces, vLLM's view of the result fails.
         attended = (
@@ -254,6 +261,17 @@ class NeuronAttention(AttentionImpl[NeuronAttentionMetadata]):
         )
         output.copy_(attended)
         return output
+
+    def _weights(self, scores: torch.Tensor) -> torch.Tensor:
+        """Softmax over the keys and, where the model has one, a sink per head that takes a share.
+
+        Args:
+            scores: float32 (B, heads, Q, S).
+        """
+        if self.sinks is None:
+            return torch.softmax(scores, dim=-1)
+        sinks = self.sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        return torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1]
 
 
 def _write(

@@ -111,7 +111,7 @@ ENGINE_LIMITS = (
     Limit(
         "model with multi-head latent attention",
         lambda c: c.model_config.use_mla and c.model_config.architecture,
-        "Only models with multi-head or grouped-query attention are served.",
+        "Unset VLLM_MLA_DISABLE or set it to 1: the model then runs with full keys and values.",
     ),
 )
 

@@ -8,9 +8,12 @@ on the routing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from torch.nn import functional
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
@@ -20,6 +23,8 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 from vllm_neuron.errors import ConfigurationError
 
 __all__ = ["DenseExperts", "TracedMoERunner"]
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
 @MoERunner.register_oot(name="MoERunner")
@@ -61,13 +66,9 @@ class DenseExperts(UnquantizedFusedMoEMethod):
         """
         score = layer.scoring_func
         for feature, present in (
-            ("grouped top-k routing", layer.use_grouped_topk),
-            ("a routing bias", layer.e_score_correction_bias is not None),
             ("a custom routing function", layer.custom_routing_function is not None),
             (f"router score {score}", score not in ("softmax", "sigmoid")),
-            (f"activation {layer.activation.value}", layer.activation != MoEActivation.SILU),
-            ("expert biases", self.moe.has_bias),
-            ("a routed scaling factor", layer.routed_scaling_factor != 1.0),
+            (f"activation {layer.activation.value}", layer.activation not in _ACTIVATIONS),
             ("router weights applied to the input", layer.apply_router_weight_on_input),
             ("expert parallelism", layer.expert_map is not None),
         ):
@@ -91,8 +92,9 @@ class DenseExperts(UnquantizedFusedMoEMethod):
         """Applies the experts.
 
         Args:
-            layer: holds `w13_weight` (experts, 2 * intermediate, hidden; gate above up) and
-                `w2_weight` (experts, hidden, intermediate).
+            layer: holds `w13_weight` (experts, 2 * intermediate, hidden), `w2_weight` (experts,
+                hidden, intermediate), and with biases `w13_bias` (experts, 2 * intermediate) and
+                `w2_bias` (experts, hidden).
             x: hidden states (T, hidden).
             router_logits: (T, experts).
             input_ids: unused.
@@ -100,15 +102,68 @@ class DenseExperts(UnquantizedFusedMoEMethod):
         Returns:
             (T, hidden), of x's dtype.
         """
-        scores = router_logits.float()
-        scores = scores.softmax(-1) if layer.scoring_func == "softmax" else scores.sigmoid()
-        chosen, experts = torch.topk(scores, layer.top_k, dim=-1)
-        if layer.renormalize:
-            chosen = chosen / chosen.sum(-1, keepdim=True)
-        weights = torch.zeros_like(scores).scatter(1, experts, chosen)
-
+        weights = _routing_weights(layer, router_logits)
         gate_up = torch.einsum("th,eih->eti", x, layer.w13_weight)
-        gate, up = gate_up.chunk(2, dim=-1)
-        hidden = torch.nn.functional.silu(gate) * up
+        if self.moe.has_bias:
+            gate_up = gate_up + layer.w13_bias.unsqueeze(1)
+        hidden = _ACTIVATIONS[layer.activation](gate_up)
         outputs = torch.einsum("eti,ehi->eth", hidden, layer.w2_weight)
+        if self.moe.has_bias:
+            outputs = outputs + layer.w2_bias.unsqueeze(1)
         return (outputs * weights.t().unsqueeze(-1).to(x.dtype)).sum(0)
+
+
+def _routing_weights(layer: Any, router_logits: torch.Tensor) -> torch.Tensor:
+    """The weight of every expert for every token, float32 (T, experts); 0 if it is not chosen.
+
+    Experts are chosen by their score plus the layer's bias, from the best groups only where it has
+    groups, and weighted by the score alone (vLLM's grouped_topk and fused_topk_bias).
+    """
+    scores = router_logits.float()
+    scores = scores.softmax(-1) if layer.scoring_func == "softmax" else scores.sigmoid()
+    merits = scores
+    bias = layer.e_score_correction_bias
+    if bias is not None:
+        merits = scores + bias.float()
+    if layer.use_grouped_topk:
+        grouped = merits.view(len(merits), layer.num_expert_group, -1)
+        # With a bias a group is as good as its two best experts, else as its best one.
+        best = grouped.topk(2 if bias is not None else 1, dim=-1)[0].sum(-1)
+        groups = best.topk(layer.topk_group, dim=-1)[1]
+        open_groups = torch.zeros_like(best).scatter(1, groups, 1.0) > 0
+        merits = torch.where(open_groups.unsqueeze(-1), grouped, float("-inf")).view_as(merits)
+    experts = torch.topk(merits, layer.top_k, dim=-1)[1]
+    chosen = scores.gather(1, experts)
+    if layer.renormalize:
+        chosen = chosen / chosen.sum(-1, keepdim=True)
+    if layer.routed_scaling_factor != 1.0:
+        chosen = chosen * layer.routed_scaling_factor
+    return torch.zeros_like(scores).scatter(1, experts, chosen)
+
+
+def _gated(function: Callable[[torch.Tensor], torch.Tensor]) -> Activation:
+    """An activation of the first half of the features times the second half."""
+
+    def apply(gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return function(gate) * up
+
+    return apply
+
+
+def _swiglu_oai(gate_up: torch.Tensor) -> torch.Tensor:
+    """GPT-OSS: gate and up alternate, and are clamped (vLLM's SwigluOAIAndMul)."""
+    gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+    gate = gate.clamp(max=_OAI_LIMIT)
+    return (up.clamp(-_OAI_LIMIT, _OAI_LIMIT) + 1) * gate * torch.sigmoid(gate * _OAI_ALPHA)
+
+
+_OAI_LIMIT = 7.0
+_OAI_ALPHA = 1.702
+
+_ACTIVATIONS: dict[MoEActivation, Activation] = {
+    MoEActivation.SILU: _gated(functional.silu),
+    MoEActivation.GELU: _gated(functional.gelu),
+    MoEActivation.GELU_TANH: _gated(partial(functional.gelu, approximate="tanh")),
+    MoEActivation.SWIGLUOAI: _swiglu_oai,
+}

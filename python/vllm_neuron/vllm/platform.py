@@ -323,6 +323,9 @@ def _register_variables() -> None:
             vllm.envs.environment_variables.setdefault(name, partial(os.getenv, name))
     # vLLM's second model runner is for Triton; it changes what the scheduler sends.
     os.environ.setdefault(_V2_RUNNER_VARIABLE, "0")
+    # vLLM's kernels of latent attention keep the latent in the cache; without them its models
+    # compute the same with full keys and values, which the plugin's attention backend serves.
+    os.environ.setdefault("VLLM_MLA_DISABLE", "1")
 
 
 def _check_model_runner(settings: envs.Settings) -> None:
