@@ -42,6 +42,7 @@ ARCHITECTURES: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
     "gemma2": (
         "Gemma2",
         {
+            "tie_word_embeddings": True,
             "sliding_window": WINDOW,
             "layer_types": _ALTERNATING,
             "query_pre_attn_scalar": 16,
@@ -51,7 +52,12 @@ ARCHITECTURES: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
     ),
     "gemma3": (
         "Gemma3",
-        {"sliding_window": WINDOW, "layer_types": _ALTERNATING, "query_pre_attn_scalar": 16},
+        {
+            "tie_word_embeddings": True,
+            "sliding_window": WINDOW,
+            "layer_types": _ALTERNATING,
+            "query_pre_attn_scalar": 16,
+        },
     ),
     "gpt_oss": (
         "GptOss",

@@ -118,6 +118,7 @@ _ROWS = (
     Variable("NEURON_PLATFORM_TARGET_OVERRIDE", "str", None, _LATER, _DERIVED, "the compiler's target"),
     Variable("VLLM_NEURON_XLA_PYTHON", "path", None, _ACTS, _DERIVED, "interpreter of the XLA lowering, with torch 2.9 and torch-xla 2.9"),
     Variable("VLLM_USE_V2_MODEL_RUNNER", "bool", None, _ACTS, _NOT, "must be unset or 0: the Neuron model runner is the only one"),
+    Variable("VLLM_MLA_DISABLE", "bool", None, _ACTS, _NOT, "must be unset or 1 for a model with latent attention, which runs with full keys and values"),
     # Compiler.
     Variable("NEURON_CC_FLAGS", "str", None, _ACTS, _DERIVED, "compiler options, appended to the plugin's own"),
     Variable("VLLM_NEURON_CC", "path", None, _ACTS, _DERIVED, "the executable neuronx-cc; unset: PATH, then this Python environment"),
