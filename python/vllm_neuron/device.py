@@ -12,8 +12,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_neuron.compiler.arguments import HOST_TARGET
 from vllm_neuron.envs import FALSE_WORDS
 from vllm_neuron.errors import ConfigurationError
+from vllm_neuron.target import TARGET_VARIABLE, TARGETS, target_named
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Mode",
+    "compile_target",
     "is_asked_for",
     "is_selected",
     "neuron_devices",
@@ -46,6 +49,7 @@ class Mode(StrEnum):
     DEVICE = "Neuron device"
     HOST = "host emulator"
     CPU = "CPU mode"
+    COMPILE = "CPU compile"
 
 
 def neuron_devices(directory: Path = _DEVICE_DIRECTORY) -> list[str]:
@@ -92,6 +96,25 @@ def platform_class_name(
     return None
 
 
+def compile_target(settings: Settings) -> str:
+    """What a start compiles for without a device: the host emulator, or the target that is set.
+
+    Raises:
+        ConfigurationError: no target is set, or one that does not exist.
+    """
+    if settings[DEVICE_VARIABLE] == "host":
+        return HOST_TARGET
+    name = settings[TARGET_VARIABLE]
+    if name is None:
+        raise ConfigurationError(
+            f"{CPU_COMPILE_VARIABLE}=1 needs a target to compile for: set {TARGET_VARIABLE} to one "
+            f"of {', '.join(TARGETS)}, or {DEVICE_VARIABLE}=host for the host emulator.",
+            name=CPU_COMPILE_VARIABLE,
+            value="1",
+        )
+    return target_named(name).name
+
+
 def resolve_mode(settings: Settings, devices: Sequence[str]) -> Mode:
     """Decide how the steps are executed.
 
@@ -117,13 +140,8 @@ def resolve_mode(settings: Settings, devices: Sequence[str]) -> Mode:
             value=device,
         )
     if settings[CPU_COMPILE_VARIABLE]:
-        raise ConfigurationError(
-            f"{CPU_COMPILE_VARIABLE}=1 asks for compiling without running, which is not in this "
-            f"version. Unset it; with {DEVICE_VARIABLE}=host a start compiles every graph for the "
-            "host emulator and serves.",
-            name=CPU_COMPILE_VARIABLE,
-            value="1",
-        )
+        compile_target(settings)
+        return Mode.COMPILE
     if cpu_mode:
         return Mode.CPU
     if device == "host":

@@ -115,8 +115,8 @@ _ROWS = (
     Variable("VLLM_NEURON_DEVICE", "choice", "auto", _ACTS, _DERIVED, "where NEFFs run", choices=("auto", "neuron", "host")),
     Variable("VLLM_NEURON_CPU_MODE", "bool", False, _ACTS, _NOT, "run eagerly on the CPU, without NEFFs"),
     Variable("VLLM_NEURON_CPU_COMPILE", "bool", False, _ACTS, _DERIVED, "compile on a CPU host, run nothing"),
-    Variable("NEURON_PLATFORM_TARGET_OVERRIDE", "str", None, _LATER, _DERIVED, "the compiler's target"),
     Variable("VLLM_NEURON_XLA_PYTHON", "path", None, _ACTS, _DERIVED, "interpreter of the XLA lowering, with torch 2.9 and torch-xla 2.9"),
+    Variable("NEURON_PLATFORM_TARGET_OVERRIDE", "str", None, _ACTS, _DERIVED, "the target that CPU compile compiles for"),
     Variable("VLLM_USE_V2_MODEL_RUNNER", "bool", None, _ACTS, _NOT, "must be unset or 0: the Neuron model runner is the only one"),
     Variable("VLLM_MLA_DISABLE", "bool", None, _ACTS, _NOT, "must be unset or 1 for a model with latent attention, which runs with full keys and values"),
     # Compiler.

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from vllm_neuron import _core
+    from vllm_neuron.cache.compilation import CompiledNeff
     from vllm_neuron.capture import CapturedGraph
     from vllm_neuron.errors import NeuronError
     from vllm_neuron.lowering.module import LoweredModule
@@ -88,7 +89,7 @@ class PipelineCounters:
         return "warm" if self.trace_hits == self.graphs else "partly warm"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class GraphJob:
     """A graph on its way: what is known of it so far."""
 
@@ -105,6 +106,10 @@ class GraphJob:
     #: What went wrong with a trace from the cache; it is to be traced anew.
     doubt: NeuronError | None = None
     model: LoadedModel | None = None
+    #: What was made of it, for a report.
+    neff: CompiledNeff | None = None
+    #: What went wrong, where the other graphs go on all the same.
+    failure: NeuronError | None = None
 
     @property
     def size(self) -> int:

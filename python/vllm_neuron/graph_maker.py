@@ -86,7 +86,8 @@ class GraphMaker:
         """Lower, compile and load one graph.
 
         What went wrong with a trace from the cache is left in `job.doubt`, a NEFF that is missing
-        where compiling is forbidden in `missing`.
+        where compiling is forbidden in `missing`, and any failure in `job.failure` where there is
+        no runtime: then the other graphs go on.
 
         Raises:
             LoweringError: an operator cannot be lowered.
@@ -106,16 +107,23 @@ class GraphMaker:
                         CachedTrace(job.trace, job.premises, job.module, job.graph_digest),
                         describe=self._described(job),
                     )
-            neff = self._compile(job)
+            job.neff = self._compile(job)
             if self._runtime is not None:
-                job.model = self._load(job, self._runtime, neff)
+                job.model = self._load(job, self._runtime, job.neff)
         except CacheMissError as error:
             self.missing.append(error)
         except (CompileError, ExecutionError, NeffError) as error:
-            if not job.is_from_cache:
+            if job.is_from_cache:
+                # The record may be wrong about the module that it is stored with.
+                job.doubt = error
+            elif self._runtime is not None:
                 raise
-            # The record may be wrong about the module that it is stored with.
-            job.doubt = error
+            else:
+                job.failure = error
+        except LoweringError as error:
+            if self._runtime is not None:
+                raise
+            job.failure = error
 
     def _lower(self, job: GraphJob, graph: CapturedGraph) -> LoweredModule:
         if job.graph_digest is None:

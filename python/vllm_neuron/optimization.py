@@ -26,7 +26,7 @@ from importlib.abc import MetaPathFinder
 from typing import TYPE_CHECKING, Any
 
 from vllm_neuron import device, envs, route
-from vllm_neuron.compiler.arguments import HOST_TARGET, compiler_arguments
+from vllm_neuron.compiler.arguments import compiler_arguments
 from vllm_neuron.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -204,11 +204,16 @@ def _begin(engine_args: EngineArgs) -> StartInProgress:
         precompile_directory=str(settings.precompile_directory),
     )
     arguments = None
-    if mode is device.Mode.HOST:
+    if mode in (device.Mode.HOST, device.Mode.COMPILE):
         arguments = compiler_arguments(
-            decision.level, extra=settings["NEURON_CC_FLAGS"], target=HOST_TARGET
+            decision.level,
+            extra=settings["NEURON_CC_FLAGS"],
+            target=device.compile_target(settings),
         )
-    record = route.StartRecord(decision, settings, mode, arguments)
+    from vllm_neuron.vllm.metrics import make_directory
+
+    metrics = make_directory() if mode is device.Mode.HOST else None
+    record = route.StartRecord(decision, settings, mode, arguments, metrics)
     setattr(engine_args, _BEGUN, (id(engine_args), record))
     is_api_process = engine_args._api_process_count > 1 and engine_args._api_process_rank >= 0
     return StartInProgress(record, writes=not is_api_process)
@@ -220,9 +225,10 @@ def _wrap_create_engine_config(original: Callable[..., VllmConfig]) -> Callable[
         if not _platform_is_ours():
             _warn_of_other_platform()
             return original(self, *args, **kwargs)
-        token = _starting.set(_begin(self))
+        start = _begin(self)
+        token = _starting.set(start)
         try:
-            return original(self, *args, **kwargs)
+            vllm_config = original(self, *args, **kwargs)
         except ValidationError as error:
             cause = _cause(error)
             if cause is None:
@@ -230,6 +236,16 @@ def _wrap_create_engine_config(original: Callable[..., VllmConfig]) -> Callable[
             raise cause from None
         finally:
             _starting.reset(token)
+        if start.record.mode is device.Mode.COMPILE and start.writes:
+            from vllm_neuron.vllm.cpu_compile import run
+
+            # There is nothing to serve: the start ends here, with what there is to say.
+            raise SystemExit(run(vllm_config))
+        if start.record.metrics_directory is not None:
+            from vllm_neuron.vllm.metrics import install
+
+            install(start.record.metrics_directory)
+        return vllm_config
 
     from pydantic import ValidationError
 

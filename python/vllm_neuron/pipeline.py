@@ -27,7 +27,7 @@ from vllm_neuron.binding import (
 from vllm_neuron.cache import keys
 from vllm_neuron.cache.start_report import write_report
 from vllm_neuron.compile_pool import Progress, Work, run_largest_first
-from vllm_neuron.errors import CacheMissError, ExecutionError, GraphKeyError
+from vllm_neuron.errors import CacheMissError, CaptureError, ExecutionError, GraphKeyError
 from vllm_neuron.graph_job import GraphJob, GraphSpec, PipelineCounters
 from vllm_neuron.graph_maker import GraphMaker
 from vllm_neuron.premises import PremiseChecks, encode_premises
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from vllm_neuron.cache.compilation import CompilationCache
     from vllm_neuron.cache.precompile import PrecompileCache
+    from vllm_neuron.cache.tiers import Tiers
     from vllm_neuron.capture import CapturedGraph
     from vllm_neuron.compiler.base import Compiler
     from vllm_neuron.lowering.module import Lowering
@@ -87,6 +88,8 @@ class Pipeline:
         one_by_one: bool = False,
     ) -> None:
         self.counters = PipelineCounters()
+        #: The graphs of the last `build`.
+        self.jobs: list[GraphJob] = []
         self._route = route
         self._level = level
         self._key_arguments = tuple(key_arguments)
@@ -140,7 +143,7 @@ class Pipeline:
         """
         error: BaseException | None = None
         try:
-            jobs = self._jobs(specs)
+            jobs = self.jobs = self._jobs(specs)
             self._make_models(jobs)
             graphs = {}
             if self._runtime is not None:
@@ -153,6 +156,25 @@ class Pipeline:
             self._write_report(error)
         self._log_summary()
         return graphs
+
+    def tiers(self) -> tuple[Tiers | None, Tiers | None]:
+        """The directories of the compilation cache and of the Precompile Cache."""
+        precompile = self._precompile.tiers if self._precompile is not None else None
+        return self._compilation.tiers, precompile
+
+    def waited_s(self) -> float:
+        """Seconds that graphs waited for other processes."""
+        flights = self._compilation.flights
+        return flights.waited_s if flights is not None else 0.0
+
+    def is_kept(self, job: GraphJob) -> bool:
+        """Whether the caches have the NEFF of a graph now."""
+        tiers = self._compilation.tiers
+        return (
+            job.neff is not None
+            and tiers is not None
+            and tiers.find_near("neff", job.neff.key) is not None
+        )
 
     def _jobs(self, specs: Sequence[GraphSpec]) -> list[GraphJob]:
         # Buckets share their steps, so each is described once.
@@ -226,11 +248,18 @@ class Pipeline:
 
     def _trace_unknown(self, jobs: Sequence[GraphJob]) -> None:
         for job in jobs:
-            if job.module is None:
+            if job.module is not None:
+                continue
+            try:
                 job.graph = self._trace(job)
+            except CaptureError as error:
+                if self._runtime is not None:
+                    raise
+                job.failure = error
 
     def _run(self, jobs: Sequence[GraphJob]) -> None:
         flights = self._compilation.flights
+        jobs = [job for job in jobs if job.failure is None]
         progress = Progress(
             len(jobs), waiting=flights.waiting if flights else frozenset(), logger=self._logger
         )

@@ -107,12 +107,14 @@ class StartRecord:
         settings: the parsed environment variables.
         mode: how steps are executed.
         compiler_arguments: the merged compiler arguments; None in a mode without compiler.
+        metrics_directory: where workers leave their metrics; None if nobody asks for them.
     """
 
     route: RouteRecord
     settings: Settings
     mode: Mode
     compiler_arguments: CompilerArguments | None
+    metrics_directory: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -253,6 +253,7 @@ def test_computed_tensor_in_an_attribute_is_refused():
 
 
 def test_overlapping_mutated_inputs_are_refused():
+    """bugs A26."""
     base = torch.ones(8)
     error = refusal(lambda x, y: x.mul_(2) + y, base[:4], base[2:6])
     assert "shares memory" in error.reason and "args[0], args[1]" in str(error)

@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 from vllm_neuron import device
-from vllm_neuron.device import Mode
+from vllm_neuron.device import Mode, compile_target
 from vllm_neuron.envs import read_settings
 from vllm_neuron.errors import ConfigurationError
 
@@ -99,12 +99,32 @@ def test_cpu_mode_with_cpu_compile(present):
     )
 
 
-@pytest.mark.parametrize("name", ["auto", "host"])
-def test_cpu_compile_is_refused_and_not_run_as_something_else(present, name):
-    environ = {"VLLM_NEURON_CPU_COMPILE": "1", "VLLM_NEURON_DEVICE": name}
-    with pytest.raises(ConfigurationError, match="VLLM_NEURON_CPU_COMPILE=1") as caught:
-        resolve(environ, present=present)
-    assert caught.value.name == "VLLM_NEURON_CPU_COMPILE"
+@pytest.mark.parametrize(
+    ("environ", "target"),
+    [
+        ({"VLLM_NEURON_DEVICE": "host"}, "host"),
+        ({"VLLM_NEURON_DEVICE": "host", "NEURON_PLATFORM_TARGET_OVERRIDE": "trn2"}, "host"),
+        ({"NEURON_PLATFORM_TARGET_OVERRIDE": "trn2"}, "trn2"),
+        ({"NEURON_PLATFORM_TARGET_OVERRIDE": " trn1 "}, "trn1"),
+    ],
+)
+def test_cpu_compile_needs_no_device(present, environ, target):
+    environ |= {"VLLM_NEURON_CPU_COMPILE": "1"}
+    assert resolve(environ, present=present) is Mode.COMPILE
+    assert compile_target(read_settings(environ)) == target
+
+
+@pytest.mark.parametrize(
+    ("environ", "name"),
+    [
+        ({}, "VLLM_NEURON_CPU_COMPILE"),
+        ({"NEURON_PLATFORM_TARGET_OVERRIDE": "trn9"}, "NEURON_PLATFORM_TARGET_OVERRIDE"),
+    ],
+)
+def test_cpu_compile_names_the_targets_that_there_are(present, environ, name):
+    with pytest.raises(ConfigurationError, match="inf2, trn1, trn1n, trn2, trn3") as caught:
+        resolve({"VLLM_NEURON_CPU_COMPILE": "1", **environ}, present=present)
+    assert caught.value.name == name
 
 
 def test_neuron_without_a_device():

@@ -350,6 +350,7 @@ def test_the_record_of_the_start_wins_over_a_changed_variable(monkeypatch):
 
 
 def test_without_a_home_directory_the_caches_go_to_a_named_place(monkeypatch):
+    """bugs E07."""
     monkeypatch.delenv("HOME")
     monkeypatch.setattr("os.getuid", lambda: 54321)
     settings = read_settings({})

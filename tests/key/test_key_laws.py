@@ -168,6 +168,7 @@ def test_random_graphs_differ_by_one_random_mutation():
 
 
 def test_key_does_not_depend_on_what_was_traced_before():
+    """bugs B11."""
     expected = _core.graph_digest(two_ops())
     torch.fx.symbolic_trace(torch.nn.Linear(2, 2))
     operator.add(1, 1)

@@ -74,6 +74,7 @@ def test_the_artifact_names_its_alias_and_keeps_unused_inputs(lowering):
 
 
 def test_no_location_or_path_is_in_the_artifact(lowering):
+    """bugs A17, B02, B22."""
     torch.manual_seed(1)
     lowered = lower(lowering, Layer(), layer_arguments())
     for needle in (b".py", b"node:", str(Path(__file__).parent).encode(), str(Path.cwd()).encode()):

@@ -36,6 +36,7 @@ REFUSED = [
     ("field", "value", "kind", "offset", "status", "expected", "found"), REFUSED
 )
 def test_corrupt_field_is_refused(field, value, kind, offset, status, expected, found):
+    """bugs G01: also what only a newer runtime could load."""
     data = build.with_field(SOUND, field, value)
     with pytest.raises(kind) as caught:
         _core.Neff.parse(data, path="bad.neff")

@@ -69,6 +69,7 @@ def make_pipeline(
     precompile: bool = True,
     model: dict[str, Any] | None = None,
     compiler: Any = None,
+    compile_only: bool = False,
     remote: Path | None = None,
     artifacts: Path | None = None,
     promotes: bool = False,
@@ -87,7 +88,8 @@ def make_pipeline(
             promotes=promotes,
         )
 
-    arguments = compiler_arguments(level, extra=extra, target=HOST_TARGET)
+    target = compiler.target if compiler is not None else HOST_TARGET
+    arguments = compiler_arguments(level, extra=extra, target=target)
     return Pipeline(
         route="native",
         level=level,
@@ -95,7 +97,7 @@ def make_pipeline(
         key_arguments=arguments.key_arguments,
         lowering=NativeLowering(),
         compiler=compiler or HostCompiler(),
-        runtime=HostRuntime(),
+        runtime=None if compile_only else HostRuntime(),
         precompile=PrecompileCache(tiers("precompile", "Precompile Cache"), logger=logger)
         if precompile and root
         else None,

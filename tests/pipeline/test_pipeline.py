@@ -140,6 +140,7 @@ def test_compiled_again_from_the_trace_entry_when_the_compilation_cache_is_gone(
 def test_a_changed_factor_is_a_miss_that_says_why(
     tmp_path, caplog, change, expected_counts, reason
 ):
+    """bugs A14."""
     caplog.set_level(logging.INFO)
     start(tmp_path)
     caplog.clear()
@@ -154,6 +155,7 @@ def test_a_changed_factor_is_a_miss_that_says_why(
 
 
 def test_in_place_and_out_of_place_share_no_entry(tmp_path):
+    """bugs A01."""
     args = (torch.ones(3), torch.ones(3))
     for step, kept in ((AddInPlace(), 3.0), (AddOutOfPlace(), 2.0)):
         pipeline = make_pipeline(tmp_path, model={"class": "add"})
@@ -220,6 +222,7 @@ class JunkCompiler(HostCompiler):
 
 @pytest.mark.parametrize("compiler", [FailingCompiler, JunkCompiler])
 def test_a_failed_compilation_is_never_kept(tmp_path, compiler):
+    """bugs C07."""
     pipeline = make_pipeline(tmp_path, compiler=compiler())
     with pytest.raises(NeuronError) as caught:
         build(pipeline, CachedProjection())
@@ -230,6 +233,8 @@ def test_a_failed_compilation_is_never_kept(tmp_path, compiler):
 
 
 def test_a_graph_without_a_key_is_served_and_not_kept(tmp_path, caplog, monkeypatch):
+    """bugs A11."""
+
     def refuse(graph_module):
         raise GraphKeyError("node x cannot be keyed", node="x", type_name="X", reason="opaque")
 
@@ -285,6 +290,7 @@ def finish(process: subprocess.Popen[str]):
 
 
 def test_a_new_process_with_another_hash_seed_is_warm_and_imports_no_tracer(tmp_path):
+    """bugs B08, G08, G11."""
     cold, _ = finish(run_start(tmp_path, seed="1"))
     warm, _ = finish(run_start(tmp_path, seed="2"))
     assert cold["counts"] == EVERYTHING
@@ -299,6 +305,7 @@ def test_several_cold_processes_compile_each_key_once(tmp_path):
 
 
 def test_an_edited_model_source_is_a_miss(tmp_path):
+    """bugs A13."""
     folder = tmp_path / "models"
     folder.mkdir()
     source = folder / "edited_model.py"
@@ -322,6 +329,7 @@ def test_an_edited_model_source_is_a_miss(tmp_path):
 
 
 def test_no_entry_holds_a_pickle_or_a_path_of_this_machine(tmp_path):
+    """bugs E08, F04."""
     start(tmp_path)
     for kind in ("trace", "lowering", "neff"):
         for path in entries(tmp_path, kind):

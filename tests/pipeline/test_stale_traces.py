@@ -123,6 +123,7 @@ def cache_root(tmp_path_factory):
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_change_that_reaches_the_graph_is_traced_again(cache_root, monkeypatch, change):
+    """bugs A10."""
     run(cache_root, Step())
     step = Step()
     change(step, monkeypatch)

@@ -133,6 +133,7 @@ def test_a_rebuilt_executable_updates_in_place_too(runtime):
 
 
 def test_a_neff_for_a_device_is_refused(runtime):
+    """bugs G04."""
     path = sorted((SHARED / "neff-samples").rglob("*.neff"))[0]
     target = Neff.parse(path.read_bytes()).target
     with pytest.raises(ExecutionError) as caught:

@@ -90,6 +90,7 @@ def test_old_leftovers_are_swept_and_young_ones_are_not(root):
 
 
 def test_killed_writers_leave_nothing_but_sound_entries(store, root, tmp_path):
+    """bugs C01, C10, C11."""
     acknowledged = tmp_path / "acknowledged"
     per_harness = KILLS // 4  # two writers are killed per round, in two harnesses
     harnesses = [start(HARNESS, root, acknowledged, seed, per_harness, KEYS) for seed in (1, 2)]

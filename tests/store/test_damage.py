@@ -40,6 +40,7 @@ def refused(store, root) -> str:
 
 
 def test_damage_in_any_byte_is_a_miss(store, root, sound):
+    """bugs C04."""
     # One bit of every third byte; all bits are flipped in rust/core/tests/entry_format.rs.
     for offset in range(0, len(sound), 3):
         damaged = bytearray(sound)
@@ -60,6 +61,7 @@ def test_truncation_at_every_byte_of_header_and_table_is_a_miss(store, root, sou
 
 
 def test_damaged_entry_can_be_replaced(store, root, sound):
+    """bugs C05."""
     place(root, sound[:-1] + b"\1")
     assert "padding of a section at offset 12287: expected 00, found 01" in refused(store, root)
     assert store.put("neff", key_of(1), SECTIONS) is True
@@ -116,6 +118,7 @@ def test_other_files_are_misses(store, root, sound, content):
 
 
 def test_temporary_files_are_not_entries(store, root, sound):
+    """bugs C02."""
     place(root, sound)
     for name in (".tmp-1", key_of(1) + ".tmp", "record"):
         (path_of(root, 1).parent / name).write_bytes(sound[:5000])

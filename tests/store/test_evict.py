@@ -217,6 +217,7 @@ print(json.dumps({**done, "problems": problems, "counters": store.counters()}))
 
 @pytest.mark.parametrize(("processes", "seconds"), [(8, 4 * SCALE)])
 def test_processes_that_read_write_and_evict_at_once(store, root, processes, seconds):
+    """bugs D07, D10, E14, H04."""
     children = [start(_WORK, root, seed, seconds) for seed in range(processes)]
     results = [json.loads(finish(child)) for child in children]
     for name in ("put", "hit", "miss", "evicted"):

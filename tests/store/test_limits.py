@@ -59,6 +59,7 @@ def assert_read_only(root: Path, code: int) -> None:
 
 @needs_root
 def test_read_only_mount_is_read(store, root):
+    """bugs D13, E01."""
     store.put("neff", key_of(1), SECTIONS)
     with mounted("--bind", "--options", "ro", str(root), at=root):
         assert_read_only(root, errno.EROFS)
@@ -109,6 +110,7 @@ def test_root_that_cannot_be_made_is_read_only(tmp_path):
 
 @needs_root
 def test_full_disk_is_an_error_and_leaves_nothing(tmp_path):
+    """bugs E04."""
     tmp_path.chmod(0o700)
     disk = tmp_path / "disk"
     disk.mkdir()

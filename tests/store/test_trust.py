@@ -67,6 +67,7 @@ def test_root_that_others_can_read_is_used(filled):
 
 
 def test_symlinked_root_is_refused(filled, tmp_path):
+    """bugs F01."""
     link = tmp_path / "link"
     link.symlink_to(filled)
     assert_refused(link, link, "the cache directory is a symbolic link")
@@ -89,6 +90,7 @@ def test_loop_of_symlinks_ends(tmp_path):
 
 
 def test_directory_above_the_root_that_others_can_write_is_refused(filled, tmp_path):
+    """bugs F02."""
     tmp_path.chmod(0o777)
     reason = "the directory above the cache directory is writable by others without the sticky bit"
     assert_refused(filled, tmp_path, reason)
@@ -111,6 +113,7 @@ def test_directory_above_the_root_that_a_foreign_group_can_write_is_refused(fill
 
 @needs_root
 def test_foreign_root_is_refused(filled):
+    """bugs F01."""
     os.chown(filled, STRANGER, -1)
     user = f"the cache directory is owned by user {STRANGER}, expected user 0 or root"
     assert_refused(filled, filled, user)
@@ -263,6 +266,7 @@ def test_file_in_the_place_of_the_root_or_layout_is_refused(tmp_path):
 
 
 def test_pickle_in_an_entry_is_never_loaded(filled, tmp_path):
+    """bugs F04, F05."""
     owned = tmp_path / "owned"
 
     class Payload:

@@ -142,10 +142,10 @@ class Flights:
 
     def _acquire(self, key: _core.Key, bucket: str) -> _core.KeyLock | None:
         """The lock, or None to work without it."""
-        lock = self.entries.lock(key.hex, note=bucket)
         seen: set[Holder] = set()
         started = time.monotonic()
         try:
+            lock = self.entries.lock(key.hex, note=bucket)
             if lock.acquire(0.0):
                 self.logger.info("Acquired compilation lock for cache: %s", key.short)
                 return lock

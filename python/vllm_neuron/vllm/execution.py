@@ -38,6 +38,7 @@ class Execution(Protocol):
     """How the model runner gets KV caches and runs a bucket."""
 
     compiled: bool
+    loads_weights: bool
 
     def allocate_kv_caches(self, shapes: Sequence[KVCacheShape]) -> Any:
         """Allocates the caches; returns what each step call passes as `kv_caches`."""
@@ -54,6 +55,7 @@ class EagerExecution:
     """`VLLM_NEURON_CPU_MODE=1`: the step modules themselves, on torch tensors."""
 
     compiled = False
+    loads_weights = True
 
     def allocate_kv_caches(self, shapes: Sequence[KVCacheShape]) -> Any:
         """Returns zeroed torch tensors."""

@@ -13,15 +13,19 @@ from vllm_neuron.cache.precompile import PrecompileCache
 from vllm_neuron.cache.start_report import report_path
 from vllm_neuron.cache.tiers import COMPILATION_SHARE, PRECOMPILE_SHARE, tiers_of
 from vllm_neuron.compile_pool import default_workers
+from vllm_neuron.compiler.arguments import HOST_TARGET
 from vllm_neuron.compiler.host import HostCompiler
+from vllm_neuron.device import Mode, compile_target
 from vllm_neuron.lowering import lowering_for
 from vllm_neuron.pipeline import GraphSpec, Pipeline
 from vllm_neuron.runtime.host import HostRuntime
 from vllm_neuron.vllm.factors import UnkeyableConfigError, describe, model_factors
+from vllm_neuron.vllm.metrics import samples_of, write_samples
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from vllm_neuron.compiler.base import Compiler
     from vllm_neuron.route import StartRecord
     from vllm_neuron.runtime.base import DeviceTensor
     from vllm_neuron.vllm.execution import KVCacheShape
@@ -47,7 +51,9 @@ class CompiledExecution:
     def __init__(self, vllm_config: VllmConfig, start: StartRecord) -> None:
         self._vllm_config = vllm_config
         self._start = start
-        self._runtime = HostRuntime()
+        #: Without a runtime graphs are compiled only.
+        self._runtime = None if start.mode is Mode.COMPILE else HostRuntime()
+        self.loads_weights = self._runtime is not None
         self._kv_shapes: list[KVCacheShape] = []
         self._kv_caches: list[tuple[DeviceTensor, DeviceTensor]] = []
         self.pipeline: Pipeline | None = None
@@ -55,8 +61,11 @@ class CompiledExecution:
     def allocate_kv_caches(
         self, shapes: Sequence[KVCacheShape]
     ) -> list[tuple[DeviceTensor, DeviceTensor]]:
-        """Allocate zeroed device tensors, shared by the graphs of all buckets."""
+        """Allocate zeroed device tensors, shared by the graphs of all buckets; none to compile."""
         self._kv_shapes = list(shapes)
+        if self._runtime is None:
+            self._kv_caches = []
+            return self._kv_caches
         self._kv_caches = [
             (
                 self._runtime.allocate(shape.key, _name(shape.dtype)),
@@ -92,7 +101,14 @@ class CompiledExecution:
             for part, tensor in enumerate(pair)
         }
         self.pipeline = self._make_pipeline(specs[0].step)
-        return dict(self.pipeline.build(specs, bound))
+        graphs = dict(self.pipeline.build(specs, bound))
+        if self._start.metrics_directory is not None:
+            write_samples(
+                self._start.metrics_directory,
+                self._vllm_config.parallel_config.rank,
+                samples_of(self._start, self.pipeline),
+            )
+        return graphs
 
     def _make_pipeline(self, step: torch.nn.Module) -> Pipeline:
         record, settings = self._start.route, self._start.settings
@@ -133,7 +149,7 @@ class CompiledExecution:
             lowering=lowering_for(
                 record.route, xla_python=settings["VLLM_NEURON_XLA_PYTHON"], logger=logger
             ),
-            compiler=HostCompiler(),
+            compiler=self._make_compiler(),
             runtime=self._runtime,
             precompile=precompile,
             compilation=CompilationCache(
@@ -149,6 +165,16 @@ class CompiledExecution:
             report=report_path(settings.cache_root),
             one_by_one=settings["NEURON_LIBTORCH_DISABLE_GRAPH_CAPTURE_BACKEND"],
         )
+
+    def _make_compiler(self) -> Compiler:
+        if self._start.mode is Mode.COMPILE:
+            target = compile_target(self._start.settings)
+            if target != HOST_TARGET:
+                # Warm starts have no use for it.
+                from vllm_neuron.compiler.neuronx_cc import NeuronxCompiler
+
+                return NeuronxCompiler(target=target)
+        return HostCompiler()
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -23,6 +23,7 @@ from vllm.v1.structured_output.utils import apply_grammar_bitmask
 from vllm_neuron.errors import ConfigurationError, ExecutionError
 from vllm_neuron.vllm.attention import NeuronAttention, storage_dtype
 from vllm_neuron.vllm.buckets import Buckets, decode_label, prefill_label
+from vllm_neuron.vllm.cpu_compile import model_without_weights
 from vllm_neuron.vllm.execution import Execution, KVCacheShape
 from vllm_neuron.vllm.prompt_logprobs import PromptLogprobs
 from vllm_neuron.vllm.requests import RequestTable
@@ -87,7 +88,8 @@ class NeuronModelRunner:
         # Registers the plugin's mixture-of-experts layers, which get_model() then instantiates.
         import vllm_neuron.vllm.moe  # noqa: F401
 
-        self.model: Any = get_model(vllm_config=self.vllm_config).eval()
+        load = get_model if self.execution.loads_weights else model_without_weights
+        self.model: Any = load(vllm_config=self.vllm_config).eval()
         self.layers = get_layers_from_vllm_config(self.vllm_config, Attention)
         kind: Any = AttentionLayerBase
         with_cache = get_layers_from_vllm_config(self.vllm_config, kind)

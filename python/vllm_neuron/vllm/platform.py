@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.platforms.interface import Platform, PlatformEnum
 
-from vllm_neuron import envs, optimization, route
+from vllm_neuron import device, envs, optimization, route
 from vllm_neuron.device import Mode
 from vllm_neuron.errors import ConfigurationError
 from vllm_neuron.lowering import xla_interpreter
@@ -350,6 +350,12 @@ def _write_start_lines(start: route.StartRecord) -> None:
             "VLLM_CACHE_ROOT to a persistent directory for warm starts.",
             start.settings.cache_root,
             kind,
+        )
+    if start.mode is Mode.COMPILE:
+        logger.info(
+            "VLLM_NEURON_CPU_COMPILE=1: every graph is compiled for target %s, nothing is run, and "
+            "the start ends.",
+            device.compile_target(start.settings),
         )
     if start.mode is Mode.HOST:
         logger.info(

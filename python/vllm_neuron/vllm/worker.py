@@ -16,8 +16,9 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from vllm_neuron import route
-from vllm_neuron.device import Mode
+from vllm_neuron.device import Mode, compile_target
 from vllm_neuron.errors import NeuronError
+from vllm_neuron.target import TARGETS
 from vllm_neuron.vllm.buckets import resolve_buckets
 from vllm_neuron.vllm.config import neuron_config_of
 from vllm_neuron.vllm.execution import make_execution
@@ -154,12 +155,20 @@ class NeuronWorker(WorkerBase):
         if explicit:
             return explicit
         return kv_cache_budget(
-            device_memory=current_platform.get_device_total_memory(),
+            device_memory=self._device_memory(),
             gpu_memory_utilization=self.cache_config.gpu_memory_utilization,
             model_bytes=self.model_runner.model_bytes(),
             cap_fraction=self.start.settings["VLLM_NEURON_KV_GMU_BUDGET_CAP_FRACTION"],
             minimum_gib=self.start.settings["VLLM_NEURON_MIN_KV_BUDGET_GIB"],
         )
+
+    def _device_memory(self) -> int:
+        """Returns the bytes of the device that is compiled for, present or not (CM-5)."""
+        if self.start.mode is Mode.COMPILE:
+            name = compile_target(self.start.settings)
+            if name in TARGETS:
+                return TARGETS[name].memory(TARGETS[name].lnc_sizes[0])
+        return current_platform.get_device_total_memory()
 
     def update_max_model_len(self, max_model_len: int) -> None:
         """Follows vLLM's automatic reduction of `max_model_len`.
@@ -189,7 +198,7 @@ class NeuronWorker(WorkerBase):
             )
             if self.start.mode is Mode.CPU:
                 logger.info("CPU eager mode — skipping warmup")
-            else:
+            elif self.start.mode is not Mode.COMPILE:
                 self.model_runner.warm_up()
         return CompilationTimes(language_model=time.perf_counter() - started, encoder=0.0)
 

@@ -1,0 +1,166 @@
+"""Metrics of a start in the server's `/metrics` (docs/reference-metrics.md).
+
+A worker, which is another process than the one that answers `/metrics`, writes what its pipeline
+did as one file into a directory that its start record names; the front-end's collector reads the
+files whenever it is asked. Counters are added up over the files of the ranks, of gauges the largest
+counts.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from prometheus_client.registry import CollectorRegistry
+
+    from vllm_neuron.cache.tiers import Tiers
+    from vllm_neuron.pipeline import Pipeline
+    from vllm_neuron.route import StartRecord
+
+__all__ = ["StartCollector", "install", "make_directory", "samples_of", "write_samples"]
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "vllm_neuron:"
+
+#: Type and meaning of each metric, by its name without prefix. A counter's samples have the suffix
+#: `_total`.
+_FAMILIES = {
+    "route_info": ("gauge", "The compilation route of the server and why."),
+    "compile_cache_requests": ("counter", "Look-ups in the compilation cache."),
+    "precompile_cache_requests": ("counter", "Look-ups of traces in the Precompile Cache."),
+    "compile_seconds": ("gauge", "Seconds of work on a graph at start-up."),
+    "compile_cache_bytes": ("gauge", "Bytes of the compilation cache's entries after the start."),
+    "compile_cache_wait_seconds": ("gauge", "Seconds that the start waited for other processes."),
+}
+
+Sample = tuple[str, dict[str, str], float]
+
+
+def make_directory() -> str:
+    """Make the directory of one start; it goes when this process ends."""
+    directory = tempfile.mkdtemp(prefix="vllm_neuron_prometheus_")
+    owner = os.getpid()
+
+    def remove() -> None:
+        # A forked child inherits this function, not the directory.
+        if os.getpid() == owner:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    atexit.register(remove)
+    return directory
+
+
+def samples_of(start: StartRecord, pipeline: Pipeline) -> list[Sample]:
+    """What is known of a start after its graphs were built."""
+    route = start.route.route.value
+    samples: list[Sample] = [("route_info", {"route": route, "reason": start.route.reason}, 1.0)]
+    compilation, precompile = pipeline.tiers()
+    if compilation is not None:
+        samples += [
+            ("compile_cache_requests", {"tier": tier, "result": result, "route": route}, count)
+            for (tier, result), count in compilation.requests.items()
+        ]
+        samples += [
+            ("compile_cache_bytes", {"tier": tier}, size) for tier, size in _sizes(compilation)
+        ]
+        samples.append(("compile_cache_wait_seconds", {}, pipeline.waited_s()))
+    if precompile is not None:
+        done = pipeline.counters
+        samples += [
+            ("precompile_cache_requests", {"result": "hit"}, done.trace_hits),
+            ("precompile_cache_requests", {"result": "miss"}, done.graphs - done.trace_hits),
+        ]
+    samples += [
+        ("compile_seconds", {"bucket": bucket, "phase": phase}, seconds)
+        for (bucket, phase), seconds in pipeline.counters.phases.items()
+    ]
+    return samples
+
+
+def _sizes(tiers: Tiers) -> Iterator[tuple[str, float]]:
+    for tier, root in tiers.directories().items():
+        # Somebody else's, and listing a network file system takes long.
+        if tier != "remote":
+            yield tier, sum(_size(path) for path in root.glob("v1/??/*"))
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        # Removed meanwhile.
+        return 0
+
+
+def write_samples(directory: str, rank: int, samples: Iterable[Sample]) -> None:
+    """Write the file of one rank. A directory that is gone, or full, costs the metrics only."""
+    path = Path(directory) / f"rank{rank}.json"
+    temporary = path.with_suffix(f".{os.getpid()}")
+    try:
+        temporary.write_text(json.dumps(list(samples)))
+        temporary.replace(path)
+    except OSError as error:
+        logger.warning("The metrics of the start are not in /metrics: %s", error)
+
+
+class StartCollector:
+    """Reads the files of the ranks whenever Prometheus asks.
+
+    Args:
+        directory: where they are.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self._directory = Path(directory)
+
+    def collect(self) -> Iterator[Any]:
+        """Yields one metric family per name."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        merged: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+        for path in sorted(self._directory.glob("rank*.json")):
+            for name, labels, value in json.loads(path.read_text()):
+                values = merged.setdefault(name, {})
+                key = tuple(sorted(labels.items()))
+                if _FAMILIES[name][0] == "counter":
+                    values[key] = values.get(key, 0.0) + value
+                else:
+                    values[key] = max(values.get(key, value), value)
+        for name, values in merged.items():
+            kind, meaning = _FAMILIES[name]
+            labels = [label for label, _ in next(iter(values))]
+            make = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
+            family = make(PREFIX + name, meaning, labels=labels)
+            for key, value in values.items():
+                family.add_metric([text for _, text in key], value)
+            yield family
+
+
+@cache
+def install(directory: str) -> None:
+    """Add the metrics of a start to what this process answers with."""
+    import vllm.v1.metrics.prometheus as vllm_prometheus
+    from prometheus_client import REGISTRY
+
+    collector = StartCollector(directory)
+    REGISTRY.register(collector)
+    original = vllm_prometheus.get_prometheus_registry
+
+    def get_prometheus_registry() -> CollectorRegistry:
+        # With several API servers vLLM answers with a registry of its own.
+        registry = original()
+        if registry is not REGISTRY:
+            registry.register(collector)
+        return registry
+
+    vllm_prometheus.get_prometheus_registry = get_prometheus_registry
