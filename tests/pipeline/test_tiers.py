@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 
 from tests.pipeline.step_modules import CachedProjection, build, counts, make_pipeline
-from tests.pipeline.test_pipeline import EVERYTHING, NOTHING, entries, start
+from tests.pipeline.test_pipeline import (
+    EVERYTHING,
+    NOTHING,
+    entries,
+    finish,
+    run_start,
+    start,
+)
 from vllm_neuron import _core
 from vllm_neuron.cache import keys, save_cache
 from vllm_neuron.cache.tiers import Tiers
@@ -65,6 +72,17 @@ def test_a_fresh_pod_with_a_filled_remote_does_nothing_b01_e02(remote, tmp_path,
         for path in entries(tmp_path / "pod", kind):
             name = f"v1/{path.parent.name}/{path.name}"
             assert path.read_bytes() == before[name][1]
+
+
+def test_eight_servers_on_one_cold_cache_compile_each_key_once_and_all_serve(filled, tmp_path):
+    """bugs D02, D04, C08: whole pipelines in processes of their own; each checks its results."""
+    shutil.copytree(filled / "precompile", tmp_path / "precompile")
+    processes = [run_start(tmp_path) for _ in range(8)]
+    done = [finish(process)[0]["counts"] for process in processes]
+    assert sum(found["compilations"] for found in done) == 2
+    assert all(found["traces"] == 0 for found in done)
+    # The next one finds everything.
+    assert counts(start(tmp_path)) == NOTHING
 
 
 def test_only_traces_in_the_near_cache_fetch_their_neffs(remote, filled, tmp_path):
