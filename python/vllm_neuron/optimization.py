@@ -210,9 +210,9 @@ def _begin(engine_args: EngineArgs) -> StartInProgress:
             extra=settings["NEURON_CC_FLAGS"],
             target=device.compile_target(settings),
         )
-    from vllm_neuron.vllm.metrics import make_directory
+    from vllm_neuron.vllm.metrics import directory_of_start
 
-    metrics = make_directory() if mode is device.Mode.HOST else None
+    metrics = directory_of_start() if mode is device.Mode.HOST else None
     record = route.StartRecord(decision, settings, mode, arguments, metrics)
     setattr(engine_args, _BEGUN, (id(engine_args), record))
     is_api_process = engine_args._api_process_count > 1 and engine_args._api_process_rank >= 0

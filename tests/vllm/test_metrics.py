@@ -32,7 +32,6 @@ def test_a_cold_start_a_warm_one_and_one_from_the_remote_cache(tmp_path):
         pipeline = make_pipeline(tmp_path / root, remote=tmp_path / "remote", promotes=True)
         build(pipeline, CachedProjection())
         place = tmp_path / str(number)
-        place.mkdir()
         write_samples(str(place), 0, samples_of(START, pipeline))
         found.append(metrics(place))
     cold, warm, fetched = found
@@ -79,6 +78,6 @@ def test_counters_of_ranks_are_added_and_gauges_are_the_largest(tmp_path):
 
 
 def test_a_directory_that_is_gone_costs_the_metrics_only(tmp_path, caplog):
-    write_samples(str(tmp_path / "gone"), 0, [("compile_cache_wait_seconds", {}, 1.0)])
+    write_samples(str(tmp_path / "gone" / "start"), 0, [("compile_cache_wait_seconds", {}, 1.0)])
     assert "The metrics of the start are not in /metrics" in caplog.text
-    assert metrics(tmp_path / "gone") == {}
+    assert metrics(tmp_path / "gone" / "start") == {}

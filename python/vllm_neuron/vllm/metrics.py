@@ -14,6 +14,7 @@ import logging
 import os
 import shutil
 import tempfile
+import uuid
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from vllm_neuron.pipeline import Pipeline
     from vllm_neuron.route import StartRecord
 
-__all__ = ["StartCollector", "install", "make_directory", "samples_of", "write_samples"]
+__all__ = ["StartCollector", "directory_of_start", "install", "samples_of", "write_samples"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,18 +47,9 @@ _FAMILIES = {
 Sample = tuple[str, dict[str, str], float]
 
 
-def make_directory() -> str:
-    """Make the directory of one start; it goes when this process ends."""
-    directory = tempfile.mkdtemp(prefix="vllm_neuron_prometheus_")
-    owner = os.getpid()
-
-    def remove() -> None:
-        # A forked child inherits this function, not the directory.
-        if os.getpid() == owner:
-            shutil.rmtree(directory, ignore_errors=True)
-
-    atexit.register(remove)
-    return directory
+def directory_of_start() -> str:
+    """Name the directory of one start; the first worker that has metrics makes it."""
+    return str(Path(tempfile.gettempdir()) / f"vllm_neuron_prometheus_{uuid.uuid4().hex}")
 
 
 def samples_of(start: StartRecord, pipeline: Pipeline) -> list[Sample]:
@@ -107,6 +99,7 @@ def write_samples(directory: str, rank: int, samples: Iterable[Sample]) -> None:
     path = Path(directory) / f"rank{rank}.json"
     temporary = path.with_suffix(f".{os.getpid()}")
     try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
         temporary.write_text(json.dumps(list(samples)))
         temporary.replace(path)
     except OSError as error:
@@ -148,10 +141,18 @@ class StartCollector:
 
 @cache
 def install(directory: str) -> None:
-    """Add the metrics of a start to what this process answers with."""
+    """Add the metrics of a start to what this process answers with; removed when it ends."""
     import vllm.v1.metrics.prometheus as vllm_prometheus
     from prometheus_client import REGISTRY
 
+    owner = os.getpid()
+
+    def remove() -> None:
+        # A forked child inherits this function, not the directory.
+        if os.getpid() == owner:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    atexit.register(remove)
     collector = StartCollector(directory)
     REGISTRY.register(collector)
     original = vllm_prometheus.get_prometheus_registry
