@@ -468,7 +468,8 @@ class Store:
         """Return the entry of a key, or None.
 
         What cannot be used is None too, counted and described in `take_problems`; a file that
-        breaks the format is set aside. Takes no lock and writes nothing else.
+        breaks the format is set aside. Takes no lock and writes nothing else but the time of the
+        last use. What somebody in this process still holds is given again without a system call.
 
         Args:
             kind: what is expected there.
