@@ -456,11 +456,13 @@ class KeyLock:
 class Store:
     """A directory of entries, used by any number of processes and threads."""
 
-    def __new__(cls, root: str) -> Self:
+    def __new__(cls, root: str, *, mac_key: Buffer | None = None) -> Self:
         """Name a store; the directory is made (mode 0700) by the first publication.
 
         Args:
             root: the directory; made absolute now.
+            mac_key: 32 secret bytes. What is published is signed with them, and what is not signed
+                with them is a miss; every look-up then reads all sections.
         """
     @property
     def root(self) -> str: ...

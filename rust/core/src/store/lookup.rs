@@ -347,7 +347,11 @@ fn read_entry(
         path: path.to_owned(),
         checked,
     }));
-    entry.check(verify)?;
+    match &tree.mac_key {
+        None => entry.check(verify)?,
+        // The code is over every section.
+        Some(mac_key) => mac_key.check(&entry)?,
+    }
     Ok(entry)
 }
 

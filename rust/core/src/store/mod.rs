@@ -17,6 +17,7 @@ mod last_use;
 mod list;
 mod lock;
 mod lookup;
+mod mac;
 mod publish;
 #[cfg(test)]
 mod tests;
@@ -35,6 +36,7 @@ pub use evict::{EvictedEntry, Eviction, EvictionLimits};
 pub use fork::after_fork_in_child;
 pub use lock::{Holder, KeyLock};
 pub use lookup::{Entry, EntryInfo, SectionBytes, Verify};
+pub use mac::MacKey;
 
 use crate::digest::Digest;
 use crate::entry::{EntryWriter, Kind};
@@ -117,6 +119,7 @@ counters! {
 #[derive(Debug)]
 pub struct Store {
     root: PathBuf,
+    mac_key: Option<MacKey>,
     tree: RwLock<Option<Arc<Tree>>>,
     is_swept: AtomicBool,
     held: Held,
@@ -130,11 +133,21 @@ impl Store {
             .map_err(|error| StoreError::read(root, "make absolute", error))?;
         Ok(Self {
             root,
+            mac_key: None,
             tree: RwLock::new(None),
             is_swept: AtomicBool::new(false),
             held: Held::new(),
             counters: AtomicCounters::default(),
         })
+    }
+
+    /// The store with a key: it signs what it publishes and takes only what is signed with it.
+    #[must_use]
+    pub fn with_mac_key(self, mac_key: MacKey) -> Self {
+        Self {
+            mac_key: Some(mac_key),
+            ..self
+        }
     }
 
     /// The root, absolute.
@@ -194,7 +207,13 @@ impl Store {
         key: &Digest,
         sections: &[(&str, &[u8])],
     ) -> Result<Published, StoreError> {
-        let entry = EntryWriter::new(kind, key, sections)?;
+        let code = self
+            .mac_key
+            .as_ref()
+            .map(|mac_key| mac_key.code(kind, key, sections.iter().copied()));
+        let mut sections = sections.to_vec();
+        sections.extend(code.as_ref().map(|code| (mac::SECTION, code.as_slice())));
+        let entry = EntryWriter::new(kind, key, &sections)?;
         let mut problems = Vec::new();
         let mut named = false;
         let mut prepared: Option<Prepared> = None;
@@ -388,7 +407,7 @@ impl Store {
     }
 
     fn reopen(&self, create: bool) -> Result<Option<Arc<Tree>>, StoreError> {
-        let tree = Tree::open(&self.root, create)?.map(Arc::new);
+        let tree = Tree::open(&self.root, self.mac_key.clone(), create)?.map(Arc::new);
         if let Ok(mut held) = self.tree.try_write() {
             held.clone_from(&tree);
         }

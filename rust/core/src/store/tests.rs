@@ -35,7 +35,7 @@ fn copies_outlive_a_truncation_of_the_file() {
     let folder = tempfile::tempdir().unwrap();
     let store = Store::new(&folder.path().join("store")).unwrap();
     store.put(Kind::Neff, &key(), &[("neff", CONTENT)]).unwrap();
-    let mut tree = Tree::open(store.root(), false).unwrap().unwrap();
+    let mut tree = Tree::open(store.root(), None, false).unwrap().unwrap();
     tree.is_local = false;
     let Ok(Some(entry)) = lookup::open(&tree, Kind::Neff, &key(), Verify::Sections(&[])) else {
         panic!("the entry was published");
@@ -69,7 +69,7 @@ fn a_copy_of_a_file_that_became_shorter_fails() {
 fn named_temporary_files_publish_and_leave_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path().join("store");
-    let tree = Tree::open(&root, true).unwrap().unwrap();
+    let tree = Tree::open(&root, None, true).unwrap().unwrap();
     let temporary = root.join("v1/tmp");
     let directory = publish::open_inside(&tree, "ab").unwrap().unwrap();
     let path = root.join("v1/ab/name");
@@ -89,7 +89,7 @@ fn named_temporary_files_publish_and_leave_nothing() {
 fn a_file_without_a_name_vanishes_with_its_writer() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path().join("store");
-    let tree = Tree::open(&root, true).unwrap().unwrap();
+    let tree = Tree::open(&root, None, true).unwrap().unwrap();
     let prepared = Prepared::write(&tree, &writer(), false).unwrap().unwrap();
     assert_eq!(files(&root.join("v1")), [""; 0]);
     drop(prepared);
@@ -100,7 +100,7 @@ fn a_file_without_a_name_vanishes_with_its_writer() {
 fn a_removed_temporary_file_is_written_again() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path().join("store");
-    let tree = Tree::open(&root, true).unwrap().unwrap();
+    let tree = Tree::open(&root, None, true).unwrap().unwrap();
     let directory = publish::open_inside(&tree, "ab").unwrap().unwrap();
     let mut prepared = Prepared::write(&tree, &writer(), true).unwrap().unwrap();
     for name in files(&root.join("v1/tmp")) {
@@ -116,7 +116,7 @@ fn a_removed_temporary_file_is_written_again() {
 fn writing_into_a_removed_tree_is_noticed() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path().join("store");
-    let tree = Tree::open(&root, true).unwrap().unwrap();
+    let tree = Tree::open(&root, None, true).unwrap().unwrap();
     let mut prepared = Prepared::write(&tree, &writer(), false).unwrap().unwrap();
     let directory = publish::open_inside(&tree, "ab").unwrap().unwrap();
     std::fs::remove_dir_all(&root).unwrap();
@@ -137,7 +137,7 @@ fn a_good_entry_that_took_the_place_of_a_bad_one_is_not_set_aside() {
     let root = folder.path().join("store");
     let store = Store::new(&root).unwrap();
     store.put(Kind::Neff, &key(), &[("neff", CONTENT)]).unwrap();
-    let tree = Tree::open(&root, false).unwrap().unwrap();
+    let tree = Tree::open(&root, None, false).unwrap().unwrap();
     let path = tree.entry_path(&key());
     std::fs::set_permissions(&path, PermissionsExt::from_mode(0o600)).unwrap();
     std::fs::write(&path, b"bad").unwrap();

@@ -12,6 +12,7 @@ use rustix::io::Errno;
 use rustix::rand::{GetRandomFlags, getrandom};
 
 use super::error::StoreError;
+use super::mac::MacKey;
 use super::trust;
 use crate::digest::Digest;
 use crate::mmap;
@@ -30,6 +31,8 @@ pub(super) const LOCKS: &str = "locks";
 pub(super) struct Tree {
     pub(super) directory: OwnedFd,
     pub(super) path: PathBuf,
+    /// The key with which entries must be signed, if any.
+    pub(super) mac_key: Option<MacKey>,
     /// Whether entries may be mapped here.
     pub(super) is_local: bool,
     /// The root, and directories above it in which this process made one.
@@ -42,7 +45,11 @@ pub(super) struct Tree {
 
 impl Tree {
     /// Opens the tree below `root`; None if there is none and it is not to be made.
-    pub(super) fn open(root: &Path, create: bool) -> Result<Option<Self>, StoreError> {
+    pub(super) fn open(
+        root: &Path,
+        mac_key: Option<MacKey>,
+        create: bool,
+    ) -> Result<Option<Self>, StoreError> {
         let mut parents = Vec::new();
         let Some(root_directory) = trust::open_root(root, create, &mut parents)? else {
             return Ok(None);
@@ -50,6 +57,7 @@ impl Tree {
         let directory = trust::open_directory(&root_directory, root, LAYOUT, create)?;
         parents.push(root_directory);
         Ok(directory.map(|directory| Self {
+            mac_key,
             is_local: mmap::is_local(&directory),
             path: root.join(LAYOUT),
             directory,

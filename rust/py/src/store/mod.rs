@@ -47,10 +47,19 @@ impl StoreProblem {
 #[pymethods]
 impl Store {
     #[new]
+    #[pyo3(signature = (root, *, mac_key=None))]
     // The path is made for the call.
     #[allow(clippy::needless_pass_by_value)]
-    fn new(py: Python<'_>, root: PathBuf) -> PyResult<Self> {
-        let store = store::Store::new(&root).map_err(|error| store_error(py, &error))?;
+    fn new(py: Python<'_>, root: PathBuf, mac_key: Option<&Bound<'_, PyAny>>) -> PyResult<Self> {
+        let mut store = store::Store::new(&root).map_err(|error| store_error(py, &error))?;
+        if let Some(mac_key) = mac_key {
+            let bytes = SharedBytes::new(mac_key)?;
+            let found = bytes.as_ref().len();
+            let mac_key = bytes.as_ref().try_into().map_err(|_| {
+                PyValueError::new_err(format!("mac_key: expected 32 bytes, found {found}"))
+            })?;
+            store = store.with_mac_key(store::MacKey::new(mac_key));
+        }
         Ok(Self {
             store: Arc::new(store),
             problems: Mutex::new(Vec::new()),
