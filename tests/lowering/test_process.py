@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from tests.lowering.parity import lower
+from tests.lowering.xla_cpu import module_text
 from vllm_neuron.errors import LoweringError
 from vllm_neuron.lowering.native import NativeLowering
+from vllm_neuron.lowering.process import ChildProcess
 
 
 class Step(nn.Module):
@@ -84,3 +86,15 @@ def test_too_little_memory_or_time_is_an_error_and_the_parent_lives():
         with pytest.raises(LoweringError, match="no answer in time"):
             lower(native, Step(double), (torch.ones(3),))
         assert native.child_pid is None
+
+
+def test_an_interrupted_request_leaves_no_answer_for_the_next(monkeypatch):
+    with NativeLowering() as native:
+        lower(native, Step(double), (torch.ones(3),))
+        with monkeypatch.context() as patch:
+            interrupt = KeyboardInterrupt()
+            patch.setattr(ChildProcess, "receive", lambda *args: (_ for _ in ()).throw(interrupt))
+            with pytest.raises(KeyboardInterrupt):
+                lower(native, Step(double), (torch.ones(5),))
+        assert native.child_pid is None
+        assert "tensor<4xf32>" in module_text(lower(native, Step(double), (torch.ones(4),)))

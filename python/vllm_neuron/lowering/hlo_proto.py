@@ -37,25 +37,26 @@ _MUST_ALIAS = 2  # xla_data.proto, Kind
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
-# LiteralProto: the field of the values, and whether they are varints (else their own bytes).
-_VALUES = {
-    "bool": (2, True),
-    "int8": (15, False),
-    "uint8": (3, False),
-    "int16": (17, False),
-    "uint16": (16, False),
-    "int32": (4, True),
-    "uint32": (6, True),
-    "int64": (5, True),
-    "uint64": (7, True),
-    "float16": (11, False),
-    "bfloat16": (13, False),
-    "float32": (8, False),
-    "float64": (9, False),
-    "complex64": (12, False),
-    "complex128": (18, False),
-    "float8_e5m2": (19, False),
-    "float8_e4m3fn": (20, False),
+# By dtype: its PrimitiveType, the field of its values in LiteralProto, and whether these are
+# varints (else their own bytes).
+_TYPES = {
+    "bool": (1, 2, True),
+    "int8": (2, 15, False),
+    "int16": (3, 17, False),
+    "int32": (4, 4, True),
+    "int64": (5, 5, True),
+    "uint8": (6, 3, False),
+    "uint16": (7, 16, False),
+    "uint32": (8, 6, True),
+    "uint64": (9, 7, True),
+    "float16": (10, 11, False),
+    "float32": (11, 8, False),
+    "float64": (12, 9, False),
+    "complex64": (15, 12, False),
+    "bfloat16": (16, 13, False),
+    "complex128": (18, 18, False),
+    "float8_e5m2": (19, 19, False),
+    "float8_e4m3fn": (20, 20, False),
 }
 
 # The dtype, the values as Python integers (for the varint dtypes) and as bytes.
@@ -66,6 +67,7 @@ def finish_module(
     data: bytes,
     *,
     inputs: int,
+    outputs: Sequence[str],
     aliases: Iterable[tuple[int, int]],
     constant: Callable[[int], Literal],
 ) -> bytes:
@@ -76,6 +78,8 @@ def finish_module(
     Args:
         data: the serialised HloModuleProto.
         inputs: how many of the root's operands are inputs.
+        outputs: dtypes of the others; PyTorch/XLA has some indices in int32 that torch has in
+            int64, and they are converted here.
         aliases: output index and index of the input that it updates.
         constant: the value of a parameter of `data` by its number.
 
@@ -87,12 +91,15 @@ def finish_module(
     entry = next(item for item in computations if item.id == module.number(_ENTRY_ID))
     root = entry.instructions[entry.message.number(_ROOT_ID)]
     operands = root.numbers(_OPERAND_IDS)
-    parameters, outputs = operands[:inputs], operands[inputs:]
+    parameters, results = operands[:inputs], operands[inputs:]
     if len(set(parameters)) != inputs:
         raise LoweringFailure("PyTorch/XLA made one value of two inputs")
     for number, identity in enumerate(parameters):
         _become_parameter(entry.instructions[identity], number)
-    _set_result(root, entry, outputs)
+    results = [
+        entry.converted(identity, dtype) for identity, dtype in zip(results, outputs, strict=True)
+    ]
+    _set_result(root, entry, results)
     entry.keep_live({*parameters, entry.message.number(_ROOT_ID)})
     for identity, instruction in entry.instructions.items():
         if instruction.text(_OPCODE) == "parameter" and identity not in parameters:
@@ -126,7 +133,7 @@ def _become_parameter(instruction: _Message, number: int) -> None:
 
 def _become_constant(instruction: _Message, value: Literal) -> None:
     dtype, integers, raw = value
-    field, is_varint = _VALUES[dtype]
+    _, field, is_varint = _TYPES[dtype]
     literal = _Message()
     literal.add(_LITERAL_SHAPE, instruction.bytes(_SHAPE))
     literal.add(field, b"".join(map(_varint, integers)) if is_varint else raw)
@@ -175,6 +182,26 @@ class _Computation:
         self.message = message
         self.id = message.number(_COMPUTATION_ID)
         self.instructions = {item.number(_ID): item for item in message.messages(_INSTRUCTIONS)}
+
+    def converted(self, identity: int, dtype: str) -> int:
+        """The value of an instruction in a dtype: itself, or a conversion of it."""
+        shape = _Message.parse(self.instructions[identity].bytes(_SHAPE))
+        element_type, _, _ = _TYPES[dtype]
+        if shape.number(_ELEMENT_TYPE) == element_type:
+            return identity
+        shape.replace(_ELEMENT_TYPE, [element_type])
+        fresh = max(self.instructions) + 1
+        conversion = _Message()
+        conversion.add(_NAME, f"convert.{fresh}".encode())
+        conversion.add(_OPCODE, b"convert")
+        conversion.add(_SHAPE, shape.encode())
+        conversion.add(_ID, fresh)
+        conversion.add(_OPERAND_IDS, _varint(identity))
+        # In the order of the root: after what it converts.
+        root = self.message.number(_ROOT_ID)
+        last = self.instructions.pop(root)
+        self.instructions |= {fresh: conversion, root: last}
+        return fresh
 
     def keep_live(self, roots: set[int]) -> None:
         """Drop the instructions that no root depends on."""

@@ -186,6 +186,10 @@ class ProcessLowering:
             reason = self._child.obituary(timed_out=timed_out)
             self._drop_child()
             raise ChildFailed(reason, progress, timed_out=timed_out) from None
+        except BaseException:
+            # Its answer would be taken for that of the next request.
+            self._drop_child()
+            raise
 
     def _start_child(self) -> ChildProcess:
         raise NotImplementedError

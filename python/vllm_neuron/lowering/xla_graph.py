@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 import torch_xla
-from torch_xla.core.xla_builder import create_placeholder_tensor
+from torch_xla.core.xla_builder import mkshape
 from torch_xla.debug import metrics
 
 from vllm_neuron.lowering.failure import LoweringFailure
 from vllm_neuron.lowering.hlo_proto import Literal, finish_module
-from vllm_neuron.lowering.xla_operators import own_operator
+from vllm_neuron.lowering.xla_operators import own_operator, xla_type
 
 __all__ = ["lower_graph", "missing_operators"]
 
@@ -72,7 +72,12 @@ def _overload(name: str) -> torch._ops.OpOverload | None:
 
 
 def _is_lowered(overload: torch._ops.OpOverload) -> bool:
-    """Whether an operator has a kernel for lazy tensors, of its own or made of others."""
+    """Whether an operator has a kernel for lazy tensors, of its own or made of others.
+
+    Views have none: functionalization makes copies of them.
+    """
+    if any(result.alias_info is not None for result in overload._schema.returns):
+        return True
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return any(has_kernel(overload.name(), key) for key in _DISPATCH_KEYS)
 
@@ -96,7 +101,8 @@ class _Graph:
 
     def _input(self, dtype: str, shape: list[int]) -> torch.Tensor:
         """A tensor without memory; its node becomes the parameter."""
-        return create_placeholder_tensor(tuple(shape), getattr(torch, dtype))
+        described = mkshape(xla_type(getattr(torch, dtype)), tuple(shape))
+        return torch_xla._XLAC._xla_create_placeholder_tensor(described.shape)
 
     def lower(self) -> bytes:
         for index, node in enumerate(self.graph["nodes"]):
@@ -120,6 +126,7 @@ class _Graph:
         return finish_module(
             context.hlo(),
             inputs=len(self.inputs),
+            outputs=[str(output.dtype).removeprefix("torch.") for output in outputs],
             aliases=[tuple(pair) for pair in self.graph["aliases"]],
             constant=lambda number: _literal(constants[number]),
         )
