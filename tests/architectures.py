@@ -80,7 +80,13 @@ ARCHITECTURES: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
     ),
     "deepseek_v3": (
         "DeepseekV3",
-        {**_LATENT, "topk_method": "noaux_tc", "n_group": 2, "topk_group": 1},
+        {
+            **_LATENT,
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+            "n_group": 2,
+            "topk_group": 1,
+        },
     ),
 }
 """Prefix of transformers' classes, and what differs from the shape that all share, by name."""

@@ -109,7 +109,10 @@ def build(architecture: str, folder: Path, *, layers: int = 2, seed: int = 0) ->
 def _loaded(folder: Path, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    # Not by scaled_dot_product_attention, which leaves Gemma 2's soft cap out.
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="eager"
+    ).eval()
 
 
 def greedy(

@@ -3,8 +3,8 @@
     python tests/operator_table.py [--output FILE] [NAME...]
 
 Captures the prefill and the decode step of every model of `architectures` (or of those named) in an
-engine of its own and lists the ATen operators that decomposition leaves, then runs the parity tests
-of `tests/lowering` and notes which operators each compares with eager.
+engine of its own and lists the ATen operators that decomposition leaves; then the parity tests of
+`tests/lowering` capture their steps, without comparing them, to tell which operators each has.
 """
 
 from __future__ import annotations
@@ -51,8 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 owner[operator] = lowered_by
             print(f"{name}: {sum(name in users for users in used.values())} operators", flush=True)
     os.chdir(REPOSITORY)
-    if pytest.main(["-q", "--no-header", "--show-capture=no", *_TESTS]) != 0:
-        return 1
+    parity.assert_parity = lambda lowering, step, args, **_: parity.captured_step(step, args)
+    # Tests that expect an error of the lowering or look at a result fail here: they get neither.
+    pytest.main(
+        ["-q", "--no-header", "--tb=no", "--show-capture=no", "-p", "no:cacheprovider", *_TESTS]
+    )
     options.output.write_text(page(names, used, owner, parity.COMPARED))
     return 0
 
@@ -75,7 +78,9 @@ def _capture_steps(llm: Any) -> dict[str, str]:
     with set_current_vllm_config(runner.vllm_config):
         for label, step in runner.graphs.items():
             arguments = (*runner._inputs[label].tensors, runner.kv_caches)
-            message = encode_graph(capture(step, arguments, bucket=label), bucket=label)
+            message = encode_graph(
+                capture(step, arguments, bucket=label), bucket=label, route="native"
+            )
             for node in message.header["nodes"]:
                 own = own_lowering(node)
                 found[node["op"]] = "torch-mlir" if own is None else own.__module__.split(".")[-1]

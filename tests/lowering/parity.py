@@ -20,7 +20,7 @@ from vllm_neuron.lowering.module import LoweredModule, Lowering
 from vllm_neuron.route import Route
 
 COMPARED: dict[str, set[str]] = defaultdict(set)
-"""The tests that compared each ATen operator with eager in this process."""
+"""The tests that compare each ATen operator with eager, as far as they ran in this process."""
 
 
 def lowering_of(route: Route) -> Lowering:
@@ -42,13 +42,19 @@ def bind(captured: CapturedGraph, step: torch.nn.Module, args: tuple) -> list[to
     ]
 
 
-def run(lowering: Lowering, step: torch.nn.Module, args: tuple) -> Any:
-    """The step's result by way of the lowered module; inputs are updated like eager does."""
+def captured_step(step: torch.nn.Module, args: tuple) -> CapturedGraph:
+    """Capture a step and note its operators in `COMPARED`."""
     captured = capture(step, args, bucket="test")
     test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition("::")[2]
     for node in captured.graph_module.graph.nodes:
         if node.op == "call_function":
             COMPARED[str(node.target)].add(test.partition(" ")[0].partition("[")[0])
+    return captured
+
+
+def run(lowering: Lowering, step: torch.nn.Module, args: tuple) -> Any:
+    """The step's result by way of the lowered module; inputs are updated like eager does."""
+    captured = captured_step(step, args)
     tensors = bind(captured, step, args)
     outputs = run_module(lowering.lower(captured, bucket="test"), tensors)
     for output, graph_input in captured.record.aliases.items():
