@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Mode",
     "compile_target",
+    "device_directory",
     "is_asked_for",
     "is_selected",
     "neuron_devices",
@@ -37,6 +38,8 @@ DEVICE_VARIABLE = "VLLM_NEURON_DEVICE"
 CPU_MODE_VARIABLE = "VLLM_NEURON_CPU_MODE"
 CPU_COMPILE_VARIABLE = "VLLM_NEURON_CPU_COMPILE"
 SELECTING_VARIABLES = (DEVICE_VARIABLE, CPU_MODE_VARIABLE, CPU_COMPILE_VARIABLE)
+
+DIRECTORY_VARIABLE = "VLLM_NEURON_DEVICE_DIRECTORY"
 
 _DEVICE_DIRECTORY = Path("/dev")
 # The Neuron driver makes one node per device: /dev/neuron0, /dev/neuron1, ...
@@ -52,8 +55,15 @@ class Mode(StrEnum):
     COMPILE = "CPU compile"
 
 
-def neuron_devices(directory: Path = _DEVICE_DIRECTORY) -> list[str]:
-    """Paths of the Neuron device nodes in `directory`, sorted."""
+def device_directory(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where the device nodes are: `VLLM_NEURON_DEVICE_DIRECTORY`, or /dev."""
+    text = environ.get(DIRECTORY_VARIABLE, "").strip()
+    return Path(text) if text else _DEVICE_DIRECTORY
+
+
+def neuron_devices(directory: Path | None = None) -> list[str]:
+    """Paths of the Neuron device nodes in `directory` (`device_directory()`), sorted."""
+    directory = directory or device_directory()
     try:
         names = [entry.name for entry in directory.iterdir()]
     except OSError:
@@ -62,16 +72,14 @@ def neuron_devices(directory: Path = _DEVICE_DIRECTORY) -> list[str]:
     return sorted(str(directory / name) for name in names if _DEVICE_NODE.fullmatch(name))
 
 
-def is_selected(
-    environ: Mapping[str, str] = os.environ, *, directory: Path = _DEVICE_DIRECTORY
-) -> bool:
+def is_selected(environ: Mapping[str, str] = os.environ, *, directory: Path | None = None) -> bool:
     """Whether the plugin takes part in this process.
 
     A device asks for it, and so does any setting that names a device or a CPU mode. A setting
     with an impossible value does too: vLLM swallows what is raised while plugins register, so the
     error must come later, from the configuration check of the platform.
     """
-    return is_asked_for(environ) or bool(neuron_devices(directory))
+    return is_asked_for(environ) or bool(neuron_devices(directory or device_directory(environ)))
 
 
 def is_asked_for(environ: Mapping[str, str] = os.environ) -> bool:
@@ -83,7 +91,7 @@ def is_asked_for(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def platform_class_name(
-    environ: Mapping[str, str] = os.environ, *, directory: Path = _DEVICE_DIRECTORY
+    environ: Mapping[str, str] = os.environ, *, directory: Path | None = None
 ) -> str | None:
     """The qualified name of the platform class, or None (with a UserWarning) to decline."""
     if is_selected(environ, directory=directory):
@@ -146,20 +154,12 @@ def resolve_mode(settings: Settings, devices: Sequence[str]) -> Mode:
         return Mode.CPU
     if device == "host":
         return Mode.HOST
-    ways_on = (
-        f"Set {DEVICE_VARIABLE}=host to run on the host emulator, or {CPU_MODE_VARIABLE}=1 to run "
-        "eagerly on the CPU."
-    )
     if not devices:
         raise ConfigurationError(
             f"{DEVICE_VARIABLE}={device} needs a Neuron device, and there is none on this machine "
-            f"(looked for {_DEVICE_DIRECTORY}/neuron0, ...). {ways_on}",
+            f"(looked for {device_directory()}/neuron0, ...). Set {DEVICE_VARIABLE}=host to run on "
+            f"the host emulator, or {CPU_MODE_VARIABLE}=1 to run eagerly on the CPU.",
             name=DEVICE_VARIABLE,
             value=device,
         )
-    raise ConfigurationError(
-        f"{DEVICE_VARIABLE}={device} selects the Neuron device {devices[0]}, but the runtime for "
-        f"it (libnrt) is not in this version. {ways_on}",
-        name=DEVICE_VARIABLE,
-        value=device,
-    )
+    return Mode.DEVICE

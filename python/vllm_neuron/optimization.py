@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_neuron import device, envs, route
 from vllm_neuron.compiler.arguments import compiler_arguments
+from vllm_neuron.device_run import check_arguments, resolve_device_run
 from vllm_neuron.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -212,8 +213,15 @@ def _begin(engine_args: EngineArgs) -> StartInProgress:
         )
     from vllm_neuron.vllm.metrics import directory_of_start
 
-    metrics = directory_of_start() if mode is device.Mode.HOST else None
-    record = route.StartRecord(decision, settings, mode, arguments, metrics)
+    run = None
+    if mode is device.Mode.DEVICE:
+        run = resolve_device_run(settings)
+        arguments = compiler_arguments(
+            decision.level, extra=settings["NEURON_CC_FLAGS"], target=run.target, lnc=run.lnc
+        )
+        check_arguments(run, arguments)
+    metrics = directory_of_start() if mode in (device.Mode.HOST, device.Mode.DEVICE) else None
+    record = route.StartRecord(decision, settings, mode, arguments, metrics, run)
     setattr(engine_args, _BEGUN, (id(engine_args), record))
     is_api_process = engine_args._api_process_count > 1 and engine_args._api_process_rank >= 0
     return StartInProgress(record, writes=not is_api_process)

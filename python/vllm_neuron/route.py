@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from vllm_neuron.compiler.arguments import CompilerArguments
     from vllm_neuron.device import Mode
+    from vllm_neuron.device_run import DeviceRun
     from vllm_neuron.envs import Settings
 
 __all__ = [
@@ -108,6 +109,7 @@ class StartRecord:
         mode: how steps are executed.
         compiler_arguments: the merged compiler arguments; None in a mode without compiler.
         metrics_directory: where workers leave their metrics; None if nobody asks for them.
+        device_run: what was found of the Neuron device; None in the other modes.
     """
 
     route: RouteRecord
@@ -115,6 +117,7 @@ class StartRecord:
     mode: Mode
     compiler_arguments: CompilerArguments | None
     metrics_directory: str | None = None
+    device_run: DeviceRun | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,14 @@ from dataclasses import dataclass
 
 from vllm_neuron.errors import ConfigurationError
 
-__all__ = ["STAND_IN", "TARGETS", "Target", "expected_architecture", "target_named"]
+__all__ = [
+    "STAND_IN",
+    "TARGETS",
+    "TARGET_VARIABLE",
+    "Target",
+    "expected_architecture",
+    "target_named",
+]
 
 TARGET_VARIABLE = "NEURON_PLATFORM_TARGET_OVERRIDE"
 

@@ -68,7 +68,11 @@ def refused(tmp_path, monkeypatch, failure, **options):
 def hlo(module):
     """The same module as the XLA route hands it over."""
     return LoweredModule(
-        "XLA", module_file(module, "hlo")[1], module.inputs, module.outputs, module.aliases
+        "XLA",
+        module_file(module, "hlo", native_int64=True)[1],
+        module.inputs,
+        module.outputs,
+        module.aliases,
     )
 
 
@@ -223,6 +227,7 @@ def test_the_version_decides_what_it_is_given(tmp_path, version, expected):
         "version": f"{version}+1897edc9",
         "target": "trn2",
         "input-format": expected,
+        "module-rules": "1",
     }
 
 
@@ -425,6 +430,39 @@ def test_bytes_that_are_no_module(tmp_path):
     bad = LoweredModule("native", b"ML\xefR no", module.inputs, module.outputs, {})
     with pytest.raises(CompileError, match="it cannot be read"):
         compiled(compiler(tmp_path), bad)
+
+
+def test_an_extreme_without_a_dimension():
+    module = lowered(
+        "(%a: tensor<i64>) -> (tensor<i64>)",
+        "%c = stablehlo.constant dense<-9223372036854775808> : tensor<i64>\n"
+        "%0 = stablehlo.maximum %a, %c : tensor<i64>\nreturn %0 : tensor<i64>",
+    )
+    _, text = module_file(module, "stablehlo")
+    assert b"dense<-2147483648> : tensor<i64>" in text
+    assert module_file(module, "hlo")[0] == "module.hlo"
+
+
+@pytest.mark.parametrize("make", [lambda module: module, hlo], ids=["native", "XLA"])
+def test_extremes_become_those_of_32_bits(tmp_path, make):
+    """Reductions start from them; what the compiler would make of them is undocumented."""
+    kind = "tensor<2xi64>"
+    module = lowered(
+        f"(%a: {kind} {{tf.aliasing_output = 0 : i32}}) -> ({kind})",
+        f"%c = stablehlo.constant dense<[-9223372036854775808, 7]> : {kind}\n"
+        f"%d = stablehlo.constant dense<9223372036854775807> : {kind}\n"
+        f"%0 = stablehlo.maximum %a, %c : {kind}\n"
+        f"%1 = stablehlo.minimum %0, %d : {kind}\nreturn %1 : {kind}",
+    )
+    data = compiled(compiler(tmp_path), make(module))
+    host = HostRuntime().load(as_host_neff(data), aliases={0: 0}, bucket="b")
+    for given, expected in (([-5, 5], [-5, 7]), ([-(2**40), 2**40], [-(2**31), 2**31 - 1])):
+        (output,) = host.execute([torch.tensor(given)])
+        assert output.read().tolist() == expected
+    native = compiled(compiler(tmp_path), make(module), extra="--native-int64 enabled")
+    host = HostRuntime().load(as_host_neff(native), aliases={0: 0}, bucket="b")
+    (output,) = host.execute([torch.tensor([-(2**40), 2**40])])
+    assert output.read().tolist() == [-(2**40), 2**40]
 
 
 def test_constants_within_32_bits_pass(tmp_path):

@@ -135,10 +135,18 @@ def test_neuron_without_a_device():
 
 
 @pytest.mark.parametrize("name", ["auto", "neuron"])
-def test_a_device_run_says_what_is_missing(name):
-    with pytest.raises(ConfigurationError, match=r"\(libnrt\) is not in this version") as caught:
-        resolve({"VLLM_NEURON_DEVICE": name}, present=True)
-    assert "/dev/neuron0" in str(caught.value)
+def test_a_device_is_run_on(name):
+    assert resolve({"VLLM_NEURON_DEVICE": name}, present=True) is Mode.DEVICE
+
+
+def test_the_directory_of_the_nodes_can_be_elsewhere(tmp_path, monkeypatch):
+    environ = {"VLLM_NEURON_DEVICE_DIRECTORY": str(tmp_path)}
+    assert not device.is_selected(environ)
+    (tmp_path / "neuron3").touch()
+    (tmp_path / "neuron_something").touch()
+    assert device.is_selected(environ)
+    monkeypatch.setenv("VLLM_NEURON_DEVICE_DIRECTORY", str(tmp_path))
+    assert device.neuron_devices() == [str(tmp_path / "neuron3")]
 
 
 def test_registering_imports_nothing_heavy():

@@ -70,6 +70,7 @@ def make_pipeline(
     model: dict[str, Any] | None = None,
     compiler: Any = None,
     compile_only: bool = False,
+    runtime: Any = None,
     remote: Path | None = None,
     artifacts: Path | None = None,
     promotes: bool = False,
@@ -97,7 +98,7 @@ def make_pipeline(
         key_arguments=arguments.key_arguments,
         lowering=NativeLowering(),
         compiler=compiler or HostCompiler(),
-        runtime=None if compile_only else HostRuntime(),
+        runtime=None if compile_only else runtime or HostRuntime(),
         precompile=PrecompileCache(tiers("precompile", "Precompile Cache"), logger=logger)
         if precompile and root
         else None,

@@ -17,6 +17,10 @@ __all__ = ["main"]
 # is repeated here so that `--help` imports no command.
 _COMMANDS = {
     "cache": ("vllm_neuron.cli.cache:cache", "Look at and after the compile caches."),
+    "doctor": (
+        "vllm_neuron.cli.doctor:doctor",
+        "Report what this machine has for a Neuron device.",
+    ),
     "xla-env": (
         "vllm_neuron.cli.xla_env:xla_env",
         "Make the interpreter of the XLA route's worker.",

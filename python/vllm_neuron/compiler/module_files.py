@@ -36,23 +36,28 @@ class ModuleRefusal(Exception):
         self.advice = advice
 
 
-def module_file(module: LoweredModule, input_format: InputFormat) -> tuple[str, bytes]:
+def module_file(
+    module: LoweredModule, input_format: InputFormat, *, native_int64: bool = False
+) -> tuple[str, bytes]:
     """Return the name and the bytes of the file to compile.
 
     HLO goes as it is. StableHLO becomes text, or the HLO that XLA's own converter makes of it,
-    with the aliases of arguments as `input_output_alias`.
+    with the aliases of arguments as `input_output_alias`. Either way the extremes of 64-bit
+    integers, which reductions start from, become those of the 32 bits that are computed with,
+    unless 64-bit integers are native.
 
     Raises:
         ModuleRefusal: it cannot be read or converted.
     """
-    if _is_hlo(module):
-        return "module.hlo", module.data
     try:
-        if input_format == "stablehlo":
-            with _context() as context:
-                return "module.mlir", f"{_parse(module, context)}\n".encode()
         with _context() as context:
-            text = str(_parse(module, context))
+            parsed = _parse(module, context)
+            narrowed = not native_int64 and _narrow_extremes(parsed)
+            if _is_hlo(module) and not narrowed:
+                return "module.hlo", module.data
+            text = str(parsed)
+        if input_format == "stablehlo" and not _is_hlo(module):
+            return "module.mlir", f"{text}\n".encode()
         computation = _jaxlib_mlir().mlir_module_to_xla_computation(
             text, use_tuple_args=False, return_tuple=False
         )
@@ -72,7 +77,7 @@ def check_module(module: LoweredModule, *, target: Target, native_int64: bool) -
 
     Raises:
         ModuleRefusal: a dynamic dimension, a 64-bit float, a 64-bit integer constant that does not
-            fit 32 bits, or native 64-bit integers on a target without.
+            fit 32 bits and is not an extreme, or native 64-bit integers on a target without.
     """
     if native_int64 and not target.native_int64:
         raise ModuleRefusal(
@@ -123,28 +128,67 @@ def _check_types(operation: Any) -> None:
 
 def _check_constant(operation: Any) -> None:
     import numpy as np
-    from jaxlib.mlir import ir
 
-    kind = operation.results[0].type
-    if not isinstance(kind.element_type, ir.IntegerType):
+    values = _wide_integers(operation)
+    if values is None:
         return
-    element = kind.element_type
-    if element.width <= 32:
-        return
-    limits = np.iinfo(np.uint32 if element.is_unsigned else np.int32)
-    attribute = operation.attributes["value"]
-    if attribute.is_splat:
-        values = np.array([ir.IntegerAttr(attribute.get_splat_value()).value])
-    else:
-        values = np.array(attribute)
-    wide = values[(values < limits.min) | (values > limits.max)]
+    limits = np.iinfo(np.int32 if values.dtype == np.int64 else np.uint32)
+    fits = (values >= limits.min) & (values <= limits.max)
+    wide = values[~fits & ~_is_extreme(values)]
     if wide.size:
         raise ModuleRefusal(
-            f"a constant {kind} holds {wide.flat[0]}, and the compiler computes 64-bit integers in "
-            "32 bits",
+            f"a constant {operation.results[0].type} holds {wide.flat[0]}, and the compiler "
+            "computes 64-bit integers in 32 bits",
             "set NEURON_CC_FLAGS='--native-int64 enabled' (trn2 and later), or keep such numbers "
             "out of the model",
         )
+
+
+def _narrow_extremes(module: Any) -> bool:
+    """Turn the least and the largest 64-bit integer into the 32-bit ones; tell if there were any.
+
+    As long as every other value fits 32 bits, comparisons with them give the same.
+    """
+    import numpy as np
+    from jaxlib.mlir import ir
+
+    found = False
+    for operation in _operations(module.operation):
+        values = _wide_integers(operation) if operation.name in _CONSTANTS else None
+        if values is None or values.dtype != np.int64 or not _is_extreme(values).any():
+            continue
+        limits = np.iinfo(np.int32)
+        narrow = np.where(_is_extreme(values), values.clip(limits.min, limits.max), values)
+        kind = operation.results[0].type
+        # A splat is one value for the whole tensor.
+        full = np.array(np.broadcast_to(narrow, kind.shape))
+        operation.attributes["value"] = ir.DenseElementsAttr.get(full, context=module.context)
+        found = True
+    return found
+
+
+def _is_extreme(values: Any) -> Any:
+    import numpy as np
+
+    limits = np.iinfo(values.dtype)
+    # Zero is the least unsigned integer of any width.
+    return (values == limits.max) | ((values == limits.min) & (values != 0))
+
+
+def _wide_integers(operation: Any) -> Any:
+    """Return the values of a constant of 64-bit integers, of a splat only one; None for others."""
+    import numpy as np
+    from jaxlib.mlir import ir
+
+    element = operation.results[0].type.element_type
+    if not isinstance(element, ir.IntegerType) or element.width <= 32:
+        return None
+    attribute = operation.attributes["value"]
+    dtype = np.uint64 if element.is_unsigned else np.int64
+    if attribute.is_splat:
+        value = ir.IntegerAttr(attribute.get_splat_value()).value
+        return np.array(value % (1 << 64) if element.is_unsigned else value, dtype)
+    return np.array(attribute).astype(dtype, copy=False)
 
 
 def _wide_float_advice() -> str:
@@ -209,7 +253,7 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
 
 
 def _is_hlo(module: LoweredModule) -> bool:
-    return module.route == "XLA"
+    return module.format == "hlo"
 
 
 def _parse(module: LoweredModule, context: Any) -> Any:

@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 EXECUTABLE = "neuronx-cc"
 PATH_VARIABLE = "VLLM_NEURON_CC"
+# Version of what `module_files` does to a module, part of the keys.
+_MODULE_RULES = "1"
 # What `neuronx-cc --version` prints first, as quoted in public issues.
 _VERSION = re.compile(r"NeuronX Compiler version (?P<version>\d+(?:\.\d+){2,3}[\w.+-]*)")
 _VERSION_TIMEOUT_S = 120
@@ -195,6 +197,7 @@ class NeuronxCompiler:
             "version": self.version,
             "target": self.target,
             "input-format": self.input_format,
+            "module-rules": _MODULE_RULES,
         }
 
     def compile(
@@ -217,12 +220,9 @@ class NeuronxCompiler:
         del input_names, output_names
         options = option_values(arguments)
         try:
-            check_module(
-                module,
-                target=self._target,
-                native_int64=options.get("--native-int64") == "enabled",
-            )
-            file_name, data = module_file(module, self.input_format)
+            native_int64 = options.get("--native-int64") == "enabled"
+            check_module(module, target=self._target, native_int64=native_int64)
+            file_name, data = module_file(module, self.input_format, native_int64=native_int64)
         except ModuleRefusal as refusal:
             raise CompileError(
                 f"bucket {bucket}: {Outcome.MODULE_REFUSED} {self.target}: {refusal.reason}; "

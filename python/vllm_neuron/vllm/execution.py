@@ -69,11 +69,13 @@ class EagerExecution:
         return {bucket: step for bucket, (step, _) in steps.items()}
 
 
-def make_execution(vllm_config: VllmConfig, start: StartRecord) -> Execution:
-    """Returns the execution that a start's mode asks for."""
+def make_execution(
+    vllm_config: VllmConfig, start: StartRecord, *, local_rank: int = 0
+) -> Execution:
+    """Returns the execution that a start's mode asks for; a rank has a core of its own."""
     if start.mode is Mode.CPU:
         return EagerExecution()
     # Imports the compiler and the runtime, which CPU mode does without.
     from vllm_neuron.vllm.graphs import CompiledExecution
 
-    return CompiledExecution(vllm_config, start)
+    return CompiledExecution(vllm_config, start, local_rank=local_rank)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from vllm_neuron.compiler.base import Compiler
     from vllm_neuron.route import StartRecord
-    from vllm_neuron.runtime.base import DeviceTensor
+    from vllm_neuron.runtime.base import DeviceTensor, Runtime
     from vllm_neuron.vllm.execution import KVCacheShape
 
 __all__ = ["CompiledExecution"]
@@ -44,15 +44,16 @@ class CompiledExecution:
     Args:
         vllm_config: the engine's configuration.
         start: what was decided while it was built.
+        local_rank: the rank on this machine, which has a logical core of its own.
     """
 
     compiled = True
 
-    def __init__(self, vllm_config: VllmConfig, start: StartRecord) -> None:
+    def __init__(self, vllm_config: VllmConfig, start: StartRecord, *, local_rank: int = 0) -> None:
         self._vllm_config = vllm_config
         self._start = start
         #: Without a runtime graphs are compiled only.
-        self._runtime = None if start.mode is Mode.COMPILE else HostRuntime()
+        self._runtime = _make_runtime(start, local_rank)
         self.loads_weights = self._runtime is not None
         self._kv_shapes: list[KVCacheShape] = []
         self._kv_caches: list[tuple[DeviceTensor, DeviceTensor]] = []
@@ -167,6 +168,8 @@ class CompiledExecution:
         )
 
     def _make_compiler(self) -> Compiler:
+        if self._start.device_run is not None:
+            return self._start.device_run.compiler()
         if self._start.mode is Mode.COMPILE:
             target = compile_target(self._start.settings)
             if target != HOST_TARGET:
@@ -175,6 +178,14 @@ class CompiledExecution:
 
                 return NeuronxCompiler(target=target)
         return HostCompiler()
+
+
+def _make_runtime(start: StartRecord, local_rank: int) -> Runtime | None:
+    if start.mode is Mode.COMPILE:
+        return None
+    if start.device_run is not None:
+        return start.device_run.runtime(local_rank)
+    return HostRuntime()
 
 
 def _name(dtype: torch.dtype) -> str:

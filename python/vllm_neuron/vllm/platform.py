@@ -357,6 +357,13 @@ def _write_start_lines(start: route.StartRecord) -> None:
             "the start ends.",
             device.compile_target(start.settings),
         )
+    if start.device_run is not None:
+        logger.info("%s", start.device_run.describe())
+        if start.device_run.is_stand_in:
+            logger.warning(
+                "Compiler or runtime only stand in for the real ones: nothing of this run happens "
+                "on a Neuron device."
+            )
     if start.mode is Mode.HOST:
         logger.info(
             "Neuron host emulator (VLLM_NEURON_DEVICE=host): NEFFs are built for and run by "

@@ -123,9 +123,9 @@ class NeuronWorker(WorkerBase):
             neuron_config=neuron_config_of(self.vllm_config),
             dcp_size=parallel.decode_context_parallel_size,
         )
-        self.model_runner = NeuronModelRunner(
-            self.vllm_config, buckets, make_execution(self.vllm_config, start)
-        )
+        with _errors_logged():
+            execution = make_execution(self.vllm_config, start, local_rank=self.local_rank)
+        self.model_runner = NeuronModelRunner(self.vllm_config, buckets, execution)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Loads the model's weights.
@@ -164,6 +164,8 @@ class NeuronWorker(WorkerBase):
 
     def _device_memory(self) -> int:
         """Returns the bytes of the device that is compiled for, present or not (CM-5)."""
+        if self.start.device_run is not None:
+            return self.start.device_run.memory
         if self.start.mode is Mode.COMPILE:
             name = compile_target(self.start.settings)
             if name in TARGETS:

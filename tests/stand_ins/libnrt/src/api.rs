@@ -107,25 +107,26 @@ extern "C" fn nrt_close() {
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn nrt_get_version(out: *mut RawVersion, size: usize) -> Status {
-    match Settings::read() {
-        Ok(settings) => {
-            let [major, minor, patch, _] = settings.version;
-            let value = RawVersion {
-                numbers: settings.version,
-                detail: field(&format!("{major}.{minor}.{patch}.0+stand-in")),
-                git_hash: field("stand-in"),
-            };
-            // SAFETY: by the caller.
-            unsafe { fill(out, size, value) }
-        }
-        Err(status) => status,
-    }
+    let numbers = Settings::read().version;
+    let [major, minor, patch, _] = numbers;
+    let value = RawVersion {
+        numbers,
+        detail: field(&format!("{major}.{minor}.{patch}.0+stand-in")),
+        git_hash: field("stand-in"),
+    };
+    // SAFETY: by the caller.
+    unsafe { fill(out, size, value) }
 }
 
-unsafe fn count(out: *mut u32, value: impl FnOnce(&Settings) -> u32) -> Status {
-    match Settings::read() {
+unsafe fn total(out: *mut u32) -> Status {
+    // SAFETY: by the caller.
+    unsafe { fill(out, size_of::<u32>(), Settings::read().total) }
+}
+
+unsafe fn visible(out: *mut u32) -> Status {
+    match Settings::read().visible {
         // SAFETY: by the caller.
-        Ok(settings) => unsafe { fill(out, size_of::<u32>(), value(&settings)) },
+        Ok(count) => unsafe { fill(out, size_of::<u32>(), count) },
         Err(status) => explain(status, "cores that there are not"),
     }
 }
@@ -133,42 +134,37 @@ unsafe fn count(out: *mut u32, value: impl FnOnce(&Settings) -> u32) -> Status {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn nrt_get_total_nc_count(out: *mut u32) -> Status {
     // SAFETY: by the caller.
-    unsafe { count(out, |settings| settings.total) }
+    unsafe { total(out) }
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn nrt_get_total_vnc_count(out: *mut u32) -> Status {
     // SAFETY: by the caller.
-    unsafe { count(out, |settings| settings.total) }
+    unsafe { total(out) }
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn nrt_get_visible_nc_count(out: *mut u32) -> Status {
     // SAFETY: by the caller.
-    unsafe { count(out, |settings| settings.visible) }
+    unsafe { visible(out) }
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn nrt_get_visible_vnc_count(out: *mut u32) -> Status {
     // SAFETY: by the caller.
-    unsafe { count(out, |settings| settings.visible) }
+    unsafe { visible(out) }
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn nrt_get_instance_info(out: *mut RawInstanceInfo, size: usize) -> Status {
-    match Settings::read() {
-        Ok(settings) => {
-            let value = RawInstanceInfo {
-                family: settings.family,
-                size: 7,
-                arch_name: field("stand-in"),
-                device_revision: [0; 8],
-            };
-            // SAFETY: by the caller.
-            unsafe { fill(out, size, value) }
-        }
-        Err(status) => status,
-    }
+    let value = RawInstanceInfo {
+        family: Settings::read().family,
+        size: 7,
+        arch_name: field("stand-in"),
+        device_revision: [0; 8],
+    };
+    // SAFETY: by the caller.
+    unsafe { fill(out, size, value) }
 }
 
 #[unsafe(no_mangle)]

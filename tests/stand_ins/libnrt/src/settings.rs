@@ -15,8 +15,8 @@ pub(crate) struct Settings {
     pub(crate) lnc: u32,
     /// Logical cores of the machine.
     pub(crate) total: u32,
-    /// Logical cores of this process.
-    pub(crate) visible: u32,
+    /// Logical cores of this process, or the status for a list of cores that there are not.
+    pub(crate) visible: Result<u32, Status>,
     /// Bytes of memory per logical core.
     pub(crate) memory: u64,
     /// Version numbers.
@@ -38,8 +38,8 @@ fn number(name: &str, default: u64) -> u64 {
 }
 
 impl Settings {
-    /// Reads the environment; a list of cores that is wrong or too long is a status.
-    pub(crate) fn read() -> Result<Self, Status> {
+    /// Reads the environment.
+    pub(crate) fn read() -> Self {
         let name = variable("STAND_IN_NRT_TARGET").unwrap_or_else(|| "trn2".into());
         let (architecture, family) = match name.as_str() {
             "trn1" => ("sunda", 2),
@@ -53,11 +53,11 @@ impl Settings {
             .and_then(|value| value.parse().ok())
             .unwrap_or(if architecture == "sunda" { 1 } else { 2 });
         let visible = match variable("NEURON_RT_VISIBLE_CORES") {
-            Some(text) => cores(&text, total).ok_or(Status(2))?,
+            Some(text) => cores(&text, total).ok_or(Status(2)),
             None => match u32::try_from(number("NEURON_RT_NUM_CORES", 0)).unwrap_or(u32::MAX) {
-                0 => total,
-                count if count <= total => count,
-                _ => return Err(Status(9)),
+                0 => Ok(total),
+                count if count <= total => Ok(count),
+                _ => Err(Status(9)),
             },
         };
         let mut version = [2, 35, 30, 0];
@@ -66,7 +66,7 @@ impl Settings {
                 *place = part.parse().unwrap_or(0);
             }
         }
-        Ok(Self {
+        Self {
             target: format!("stand-in-{architecture}"),
             family,
             lnc,
@@ -78,7 +78,7 @@ impl Settings {
                 .unwrap_or_else(|| "python3".into())
                 .into(),
             program: variable("STAND_IN_DEVICE").unwrap_or_default().into(),
-        })
+        }
     }
 }
 

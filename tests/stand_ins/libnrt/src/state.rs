@@ -97,7 +97,10 @@ impl State {
             Phase::Open { .. } => return Err(explain(FAILURE, "nrt_init was called before")),
             Phase::Closed => return Err(CLOSED),
         }
-        let settings = Settings::read().map_err(|s| explain(s, "cores that there are not"))?;
+        let settings = Settings::read();
+        settings
+            .visible
+            .map_err(|status| explain(status, "cores that there are not"))?;
         let device = Device::start(&settings)
             .map_err(|error| explain(FAILURE, &format!("no device: {error}")))?;
         self.phase = Phase::Open {
@@ -153,7 +156,7 @@ impl State {
     }
 
     fn check_core(&mut self, core: i32) -> Result<(), Status> {
-        let visible = self.parts()?.0.visible;
+        let visible = self.parts()?.0.visible?;
         if core == -1 || u32::try_from(core).is_ok_and(|core| core < visible) {
             return Ok(());
         }
