@@ -98,7 +98,7 @@ def page(
     lines = [
         "# Operators",
         "",
-        f"Written by `python tests/operator_table.py` on {date}; do not edit.",
+        f"Written by `python tests/operator_table.py {' '.join(names)}` on {date}; do not edit.",
         "",
         f"The ATen operators that decomposition leaves of the steps of {len(names)} tiny models "
         f"({', '.join(names)}), who lowers each (torch-mlir, or a file of `lowering/ops`), and the "
