@@ -10,6 +10,7 @@ import json
 import math
 import mmap
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -111,6 +112,8 @@ def main() -> None:
             answer = {"error": f"{type(error).__name__}: {error}"[:2000]}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
+    # The process that owns the device is gone, with or without nrt_close.
+    shutil.rmtree(device.folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,8 @@ impl Device {
     /// Starts the process.
     pub(crate) fn start(settings: &Settings) -> io::Result<Self> {
         let folder = PathBuf::from(format!("/dev/shm/stand-in-nrt-{}", std::process::id()));
+        // Of an earlier process of this number that was killed together with its device.
+        let _ = fs::remove_dir_all(&folder);
         fs::create_dir(&folder)?;
         let mut child = Command::new(&settings.python)
             .arg("-I")
