@@ -38,11 +38,13 @@ def answers(server):
 
 def test_a_model_is_served_and_restarts_warm(serve, checkpoint, device, tmp_path):
     model = checkpoint("llama")
-    with serve(model, cache_root=tmp_path / "host", fork=True) as server:
-        expected = answers(server)
-    with serve(model, environment=device, fork=True) as server:
-        assert answers(server) == expected
-        log = "\n".join(server.log_lines())
+    server = serve(model, cache_root=tmp_path / "host", fork=True)
+    expected = answers(server)
+    server.stop()
+    server = serve(model, environment=device, fork=True)
+    assert answers(server) == expected
+    server.stop()
+    log = "\n".join(server.log_lines())
     assert "Neuron device: trn2 (cayman), logical cores of 2 with 24 GiB, runtime 2.35" in log
     assert "nothing of this run happens on a Neuron device" in log
     # Every graph was compiled by the documented command line.
@@ -55,9 +57,10 @@ def test_a_model_is_served_and_restarts_warm(serve, checkpoint, device, tmp_path
             "compile module.mlir --framework XLA --target trn2 --model-type transformer --lnc 2 "
             "-O2 --auto-cast=none --output file.neff --logfile log-neuron-cc.txt"
         )
-    with serve(model, environment=device, fork=True) as server:
-        assert answers(server) == expected
-        log = "\n".join(server.log_lines())
+    server = serve(model, environment=device, fork=True)
+    assert answers(server) == expected
+    server.stop()
+    log = "\n".join(server.log_lines())
     assert "lowered 0 in 0.0 s, compiled 0 in 0.0 s" in log
     assert "neuronx-cc compiled " not in log
     assert len(Path(device["STAND_IN_CC_CALLS"]).read_text().splitlines()) == len(calls)
