@@ -154,6 +154,10 @@ def _follow(
             if fail_at is not None and fail_at[0] == len(calls):
                 registers[_RAX] = 2**64 - fail_at[1]
                 _ptrace(_SETREGS, pid, registers)
+            if registers[_RDX] != pending.arguments[2]:
+                # A system call changes no argument register, and inlined code relies on it.
+                registers[_RDX] = pending.arguments[2]
+                _ptrace(_SETREGS, pid, registers)
             result = struct.unpack("<q", struct.pack("<Q", registers[_RAX]))[0]
             calls.append(Call(pending.name, pending.arguments, pending.paths, result))
             pending = None
