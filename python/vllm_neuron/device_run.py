@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm_neuron.compiler.neuronx_cc import NeuronxCompiler
     from vllm_neuron.runtime.nrt import NrtRuntime
 
-__all__ = ["DeviceRun", "check_arguments", "resolve_device_run"]
+__all__ = ["DeviceRun", "check_arguments", "compiler_for", "resolve_device_run"]
 
 LNC_VARIABLE = "NEURON_LOGICAL_NC_CONFIG"
 DEVICES_VARIABLE = "NEURON_VISIBLE_DEVICES"
@@ -157,7 +157,6 @@ def resolve_device_run(
     detected = _target_of_product(product) or (instance and _FAMILIES.get(instance[0]))
     target = _target(settings[TARGET_VARIABLE], detected)
     compiler = find_neuronx_cc()
-    chosen = settings["VLLM_NEURON_CC_INPUT"]
     return DeviceRun(
         target=target.name,
         lnc=_lnc(target, environ.get(LNC_VARIABLE, "").strip()),
@@ -165,9 +164,30 @@ def resolve_device_run(
         library=None if library is None else str(library),
         runtime_version=version,
         compiler_version=compiler.version,
-        input_format=compiler.input_format if chosen == "auto" else chosen,
+        input_format=_chosen_input(settings) or compiler.input_format,
         stall_s=float(settings["VLLM_NEURON_CC_STALL_TIMEOUT"]),
     )
+
+
+def compiler_for(target: str, settings: Mapping[str, Any]) -> NeuronxCompiler:
+    """Return the compiler that a run on `target` with these settings would have, without a device.
+
+    Raises:
+        ConfigurationError: there is no neuronx-cc.
+    """
+    from vllm_neuron.compiler.neuronx_cc import NeuronxCompiler
+
+    return NeuronxCompiler(
+        target=target,
+        input_format=_chosen_input(settings),
+        stall_s=float(settings["VLLM_NEURON_CC_STALL_TIMEOUT"]),
+    )
+
+
+def _chosen_input(settings: Mapping[str, Any]) -> Any:
+    """What neuronx-cc is given of StableHLO, or None to go by its version."""
+    chosen = settings["VLLM_NEURON_CC_INPUT"]
+    return None if chosen == "auto" else chosen
 
 
 def check_arguments(run: DeviceRun, arguments: CompilerArguments) -> None:

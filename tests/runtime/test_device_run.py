@@ -10,7 +10,7 @@ import pytest
 from tests.stand_ins.compilers import compiler_environment
 from tests.stand_ins.runtimes import ROOT, runtime_environment
 from vllm_neuron.compiler.arguments import compiler_arguments
-from vllm_neuron.device_run import check_arguments, resolve_device_run
+from vllm_neuron.device_run import check_arguments, compiler_for, resolve_device_run
 from vllm_neuron.envs import read_settings
 from vllm_neuron.errors import ConfigurationError
 
@@ -59,6 +59,12 @@ def test_the_machine_tells_the_device(product, monkeypatch, name, target, lnc, g
     product.write_text(f"{name}\n")
     run = resolved(product, monkeypatch)
     assert (run.target, run.lnc, run.memory) == (target, lnc, gib << 30)
+
+
+@pytest.mark.parametrize("form", ["auto", "hlo", "stablehlo"])
+def test_cpu_compile_has_the_keys_of_the_device_run(product, monkeypatch, form):
+    run = resolved(product, monkeypatch, VLLM_NEURON_CC_INPUT=form)
+    assert compiler_for(run.target, read_settings()).key_factors() == run.compiler().key_factors()
 
 
 def test_a_machine_that_is_none_of_them_asks_the_runtime(product, monkeypatch):

@@ -174,9 +174,9 @@ class CompiledExecution:
             target = compile_target(self._start.settings)
             if target != HOST_TARGET:
                 # Warm starts have no use for it.
-                from vllm_neuron.compiler.neuronx_cc import NeuronxCompiler
+                from vllm_neuron.device_run import compiler_for
 
-                return NeuronxCompiler(target=target)
+                return compiler_for(target, self._start.settings)
         return HostCompiler()
 
 
