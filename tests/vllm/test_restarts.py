@@ -84,7 +84,9 @@ def started(serve: Callable[..., Server], checkpoint: Callable[[str], Path]):
         counts, tokens = summary(server), answer(server)
         # Requests compile nothing.
         assert summary(server) == counts
-        assert server.stop() == 0
+        # Its exit code is for tests/test_serving.py: vLLM 0.32 can trip over its forked engine that
+        # is just ending (psutil.ZombieProcess in find_process_using_port).
+        server.stop()
         return counts, tokens, "\n".join(server.messages())
 
     return run
