@@ -14,7 +14,8 @@ pytestmark = pytest.mark.serve
 
 def test_server_answers_stops_and_leaves_nothing(checkpoint, tmp_path):
     folder = checkpoint("llama")
-    server = Server(folder, cache_root=tmp_path / "cache", folder=tmp_path, fork=True)
+    # Not forked: a forked engine holds the port, over which vLLM 0.32 can trip while it ends.
+    server = Server(folder, cache_root=tmp_path / "cache", folder=tmp_path)
     with server:
         prompt = [77, 74, 81, 81, 84]
         answer = server.complete(prompt, max_tokens=8, ignore_eos=True, return_token_ids=True)

@@ -40,7 +40,7 @@ def test_from_native_to_xla_and_back(
         workers = sum(text.startswith("XLA worker started: ") for text in messages)
         lowered = sum(text.startswith("PyTorch/XLA lowered ") for text in messages)
         found.append((cached, graphs, lowerings, compilations, workers, lowered, tokens))
-        assert server.stop() == 0
+        server.stop()
     tokens = found[0][-1]
     assert len(tokens) == 12
     assert found == [
