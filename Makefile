@@ -46,7 +46,7 @@ test: env xla-env lint rust ## everything: lint, Rust tests, Python tests with r
 	[[ $$serve_status =~ ^[05]$$ && $$quick_status =~ ^[05]$$ && $$serve_status$$quick_status != 55 ]]
 
 check: env xla-env lint rust ## the quick part of `make test`: no vLLM engine is started
-	$(TEST) -m 'not serve' $(PYTEST_ARGS)
+	$(TEST) -m 'not serve and not cases' $(PYTEST_ARGS)
 
 lint: env ## formatters and linters, Rust and Python
 	cargo fmt --all --check

@@ -15,7 +15,7 @@ CASES = SHARED / "cases"
 
 
 @pytest.mark.skipif(not CASES.is_dir(), reason="the case collection is not on this machine")
-@pytest.mark.serve
+@pytest.mark.cases
 @pytest.mark.parametrize("chain", ["compile", "capture"])
 def test_every_case_equals_eager_or_is_refused_where_it_may_be(chain):
     rows = run_all(collect([CASES]), route="native", chain=chain, timeout_s=300, jobs=2)
