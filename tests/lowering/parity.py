@@ -23,6 +23,17 @@ COMPARED: dict[str, set[str]] = defaultdict(set)
 """The tests that compare each ATen operator with eager, as far as they ran in this process."""
 
 
+class Step(torch.nn.Module):
+    """A step that calls a function on its arguments."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args):
+        return self.function(*args)
+
+
 def lowering_of(route: Route) -> Lowering:
     """The lowering of a route; the XLA route's in the environment that `make xla-env` made."""
     python = read_settings()["VLLM_NEURON_XLA_PYTHON"]

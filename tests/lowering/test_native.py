@@ -11,20 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.lowering.parity import assert_parity, lower
+from tests.lowering.parity import Step, assert_parity, lower
 from tests.lowering.xla_cpu import module_text
 from vllm_neuron.capture import capture
 from vllm_neuron.errors import LoweringError
 from vllm_neuron.lowering.native import NativeLowering
-
-
-class Step(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args):
-        return self.function(*args)
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import nn
 
-from tests.lowering.parity import assert_parity
+from tests.lowering.parity import Step, assert_parity
 from vllm_neuron.errors import LoweringError
 from vllm_neuron.lowering.native import NativeLowering
 
@@ -20,15 +19,6 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 generated = settings(
     max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-
-
-class Step(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args):
-        return self.function(*args)
 
 
 @pytest.fixture(scope="module")

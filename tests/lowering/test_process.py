@@ -8,22 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
-from tests.lowering.parity import lower
+from tests.lowering.parity import Step, lower
 from tests.lowering.xla_cpu import module_text
 from vllm_neuron.errors import LoweringError
 from vllm_neuron.lowering.native import NativeLowering
 from vllm_neuron.lowering.process import ChildProcess
-
-
-class Step(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args):
-        return self.function(*args)
 
 
 def double(x):

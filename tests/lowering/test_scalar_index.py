@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
-from tests.lowering.parity import assert_parity
+from tests.lowering.parity import Step, assert_parity
 from vllm_neuron.capture import capture
 from vllm_neuron.errors import CaptureError
 from vllm_neuron.lowering.native import NativeLowering
-
-
-class Step(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args):
-        return self.function(*args)
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.lowering.parity import assert_parity
-from tests.lowering.test_scalar_index import Step
+from tests.lowering.parity import Step, assert_parity
 from vllm_neuron.lowering.native import NativeLowering
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}

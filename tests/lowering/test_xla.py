@@ -13,8 +13,8 @@ import pytest
 import torch
 from jaxlib import xla_client
 
-from tests.lowering.parity import assert_parity, lower, lowering_of
-from tests.lowering.test_native import Layer, Step, layer_arguments
+from tests.lowering.parity import Step, assert_parity, lower, lowering_of
+from tests.lowering.test_native import Layer, layer_arguments
 from vllm_neuron.capture import capture
 from vllm_neuron.errors import ConfigurationError, LoweringError
 from vllm_neuron.lowering import xla_interpreter

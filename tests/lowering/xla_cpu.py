@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 from jaxlib import _jax, xla_client
-from jaxlib.mlir import ir
-from jaxlib.mlir._mlir_libs import _jax_mlir_ext
 from jaxlib.mlir.dialects import stablehlo
 from torch.utils import dlpack
 
 from vllm_neuron.compiler.xla_cpu import hlo_to_mlir
+from vllm_neuron.lowering.mlir_context import stablehlo_context
 from vllm_neuron.lowering.module import LoweredModule
 
 # XLA may otherwise drop the rounding of a bfloat16 value between two operations.
@@ -31,12 +30,7 @@ def _client() -> Any:
 
 def module_text(lowered: LoweredModule) -> str:
     """The StableHLO text of an artifact, as jaxlib reads it."""
-    registry = ir.DialectRegistry()
-    _jax_mlir_ext.register_dialects(registry)
-    context = ir.Context()
-    context.append_dialect_registry(registry)
-    context.load_all_available_dialects()
-    stablehlo.register_dialect(context)
+    context = stablehlo_context()
     with context:
         return str(stablehlo.deserialize_portable_artifact(context, lowered.data))
 

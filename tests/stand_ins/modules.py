@@ -5,9 +5,9 @@ from pathlib import Path
 
 from jaxlib import _jax, xla_client
 from jaxlib.mlir import ir
-from jaxlib.mlir._mlir_libs import _jax_mlir_ext
 from jaxlib.mlir.dialects import stablehlo
 
+from vllm_neuron.lowering.mlir_context import stablehlo_context
 from vllm_neuron.lowering.module import LoweredModule
 from vllm_neuron.trace_record import TensorSpec
 
@@ -33,12 +33,7 @@ def read_module(path: Path) -> LoweredModule:
         aliases = {int(m["output"] or 0): int(m["input"]) for m in HLO_ALIAS.finditer(header)}
     else:
         raise SystemExit(f"{path}: neither .mlir nor .hlo")
-    registry = ir.DialectRegistry()
-    _jax_mlir_ext.register_dialects(registry)
-    context = ir.Context()
-    context.append_dialect_registry(registry)
-    context.load_all_available_dialects()
-    stablehlo.register_dialect(context)
+    context = stablehlo_context()
     with context, ir.Location.unknown(context):
         module = ir.Module.parse(text)
         main = next(op for op in module.body.operations if op.name.value == "main")

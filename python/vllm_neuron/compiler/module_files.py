@@ -49,8 +49,10 @@ def module_file(
     Raises:
         ModuleRefusal: it cannot be read or converted.
     """
+    from vllm_neuron.lowering.mlir_context import stablehlo_context
+
     try:
-        with _context() as context:
+        with stablehlo_context() as context:
             parsed = _parse(module, context)
             narrowed = not native_int64 and _narrow_extremes(parsed)
             if _is_hlo(module) and not narrowed:
@@ -90,8 +92,10 @@ def check_module(module: LoweredModule, *, target: Target, native_int64: bool) -
                 raise ModuleRefusal(
                     f"{kind} {index} is {spec.dtype}{list(spec.shape)}", _wide_float_advice()
                 )
+    from vllm_neuron.lowering.mlir_context import stablehlo_context
+
     try:
-        with _context() as context:
+        with stablehlo_context() as context:
             for operation in _operations(_parse(module, context).operation):
                 _check_types(operation)
                 if not native_int64 and operation.name in _CONSTANTS:
@@ -266,20 +270,6 @@ def _parse(module: LoweredModule, context: Any) -> Any:
         return stablehlo.deserialize_portable_artifact(context, module.data)
     computation = xla_client.XlaComputation(module.data)
     return ir.Module.parse(_jaxlib_mlir().xla_computation_to_mlir_module(computation), context)
-
-
-def _context() -> Any:
-    from jaxlib.mlir import ir
-    from jaxlib.mlir._mlir_libs import _jax_mlir_ext
-    from jaxlib.mlir.dialects import stablehlo
-
-    registry = ir.DialectRegistry()
-    _jax_mlir_ext.register_dialects(registry)
-    context = ir.Context()
-    context.append_dialect_registry(registry)
-    context.load_all_available_dialects()
-    stablehlo.register_dialect(context)
-    return context
 
 
 def _jaxlib_mlir() -> Any:

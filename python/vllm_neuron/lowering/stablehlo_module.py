@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxlib.mlir import ir
-from jaxlib.mlir._mlir_libs import _jax_mlir_ext
 from jaxlib.mlir.dialects import stablehlo
 
 from vllm_neuron.lowering.failure import LoweringFailure
+from vllm_neuron.lowering.mlir_context import stablehlo_context
 from vllm_neuron.lowering.ops import Builder, Refusal, Tensor, literal, own_lowering
 from vllm_neuron.lowering.ops.dtypes import element_bytes
 from vllm_neuron.lowering.worker import operand_values
@@ -42,12 +42,7 @@ def finish_module(
         LoweringFailure: an own lowering refuses its operands, or something that is not StableHLO
             is left.
     """
-    registry = ir.DialectRegistry()
-    _jax_mlir_ext.register_dialects(registry)
-    context = ir.Context()
-    context.append_dialect_registry(registry)
-    context.load_all_available_dialects()
-    stablehlo.register_dialect(context)
+    context = stablehlo_context()
     with context, ir.Location.unknown(context):
         module = ir.Module.parse(text)
         function = next(op for op in module.body.operations if op.name.value == "main")
