@@ -9,7 +9,12 @@ import pytest
 import torch
 
 from vllm_neuron.errors import ConfigurationError
-from vllm_neuron.vllm.attention import NeuronAttention, NeuronAttentionMetadata, storage_dtype
+from vllm_neuron.vllm.attention import (
+    EncoderMetadata,
+    NeuronAttention,
+    NeuronAttentionMetadata,
+    storage_dtype,
+)
 
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 8, 4
 NUM_BLOCKS = 32
@@ -142,11 +147,44 @@ def test_half_precision_is_stored_as_bits(dtype):
     torch.testing.assert_close(output[: len(expected)], expected, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("garbage", [0.0, math.nan])
+@pytest.mark.parametrize("window", [None, 1, 3])
+@pytest.mark.parametrize("length", [1, 5, 9])
+def test_an_encoder_sees_what_follows_and_no_padding(length, window, garbage):
+    generator = torch.Generator().manual_seed(2)
+    query, key, value = (
+        torch.randn(9, heads, DIM, generator=generator) for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    for rows in (query, key, value):
+        rows[length:] = garbage
+    metadata = EncoderMetadata.build(
+        query_len=9, length=torch.tensor([length]), windows=(None, window)
+    )
+    attention = NeuronAttention(
+        HEADS,
+        DIM,
+        DIM**-0.5,
+        num_kv_heads=KV_HEADS,
+        sliding_window=window,
+        attn_type="encoder_only",
+    )
+    output = torch.empty(9, HEADS, DIM)
+    attention.forward(None, query, key, value, torch.empty(0), metadata, output)
+
+    group = HEADS // KV_HEADS
+    keys, values = (x[:length].repeat_interleave(group, dim=1) for x in (key, value))
+    scores = torch.einsum("qhd,shd->hqs", query[:length], keys) / math.sqrt(DIM)
+    distance = torch.arange(length)[:, None] - torch.arange(length)[None]
+    scores = scores.masked_fill(distance.abs() >= (window or length), -torch.inf)
+    expected = torch.einsum("hqs,shd->qhd", scores.softmax(-1), values)
+    torch.testing.assert_close(output[:length], expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("feature", "options"),
     [
         ("ALiBi", {"alibi_slopes": [0.5] * HEADS}),
-        ("attention type encoder_only", {"attn_type": "encoder_only"}),
+        ("attention type encoder_decoder", {"attn_type": "encoder_decoder"}),
         ("a KV cache shared between layers", {"kv_sharing_target_layer_name": "layer"}),
         ("KV cache dtype fp8", {"kv_cache_dtype": "fp8"}),
         ("attention with use_direct_call", {"use_direct_call": True}),

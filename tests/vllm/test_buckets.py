@@ -22,6 +22,7 @@ def resolve(
     max_num_seqs=8,
     block_size=32,
     dcp_size=1,
+    pooling=False,
     **options,
 ):
     config = SimpleNamespace(
@@ -38,6 +39,7 @@ def resolve(
         block_size=block_size,
         neuron_config=config,
         dcp_size=dcp_size,
+        pooling=pooling,
     )
 
 
@@ -288,3 +290,20 @@ def test_every_count_the_scheduler_can_ask_for_has_the_smallest_bucket(
         assert choose(count) == min(size for size in sizes if size >= count)
         with pytest.raises(ExecutionError, match=f"No compiled graph covers {most + 1}"):
             choose(most + 1)
+
+
+def test_a_pooling_model_has_no_decode_buckets():
+    buckets = resolve(pooling=True)
+    assert (buckets.prefill, buckets.decode, buckets.contexts) == ((128, 256, 512, 1024), (), ())
+    assert (buckets.num_prefill_graphs, buckets.num_decode_graphs) == (4, 0)
+    assert buckets.warnings == ()
+    assert buckets.describe() == (
+        "Buckets: prefill tokens [128, 256, 512, 1024] (default): 4 graphs, none to decode "
+        "(pooling model)"
+    )
+    options = {"num_seqs_buckets": [8], "decode_context_length_buckets": [128]}
+    buckets = resolve(pooling=True, **options)
+    assert buckets.num_decode_graphs == 0
+    assert buckets.warnings == tuple(
+        f"{name} has no effect: a pooling model decodes nothing" for name in options
+    )

@@ -72,7 +72,20 @@ def refusal(start, name):
         ),
         (("--quantization", "fp8"), "--quantization"),
         (("--kv-cache-dtype", "fp8"), "--kv-cache-dtype"),
-        (("--runner", "pooling"), "--runner"),
+        (
+            (
+                *("--runner", "pooling", "--enable-chunked-prefill"),
+                *("--pooler-config", '{"seq_pooling_type": "MEAN"}'),
+            ),
+            "--enable-chunked-prefill",
+        ),
+        (
+            (
+                *("--runner", "pooling", "--enable-prefix-caching"),
+                *("--pooler-config", '{"seq_pooling_type": "MEAN"}'),
+            ),
+            "--enable-prefix-caching",
+        ),
         (("--enable-prompt-embeds",), "--enable-prompt-embeds"),
     ],
 )

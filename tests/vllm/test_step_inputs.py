@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_neuron.vllm.step_inputs import StepInputs
+from vllm_neuron.vllm.step_inputs import EncoderInputs, StepInputs
 
 BLOCK = 4
 
@@ -56,6 +56,15 @@ def test_decode_sets_rows_and_pads_the_rest():
     ]
     inputs.fill_decode(tokens[:0], positions[:0], blocks[:0])
     assert values(inputs)[:4] == [[0, 0, 0], [0, 0, 0], [0, 0, 0], [[0, 0]] * 3]
+
+
+def test_an_encoder_takes_a_whole_sequence():
+    inputs = EncoderInputs(4)
+    assert values(inputs) == [[0] * 4, [0] * 4, [1]]
+    inputs.fill(np.array([11, 12, 13, 14], np.int32))
+    assert values(inputs) == [[11, 12, 13, 14], [0, 1, 2, 3], [4]]
+    inputs.fill(np.array([15, 16], np.int32))
+    assert values(inputs) == [[15, 16, 0, 0], [0, 1, 0, 0], [2]]
 
 
 def test_tensors_share_the_arrays():

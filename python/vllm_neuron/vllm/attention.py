@@ -1,7 +1,8 @@
-"""Attention over a paged KV cache in plain tensor operations of static shape.
+"""Attention in plain tensor operations of static shape: over a paged KV cache, or of an encoder.
 
-Every layer of a step shares one `NeuronAttentionMetadata`, built once from the step's arguments, so
-that a layer adds only what depends on its own query, key and value.
+Every layer of a step shares one `NeuronAttentionMetadata` (of an encoder `EncoderMetadata`), built
+once from the step's arguments, so that a layer adds only what depends on its own query, key and
+value.
 
 Invariants:
     * Padding writes to slot 0 only. Block 0 is vLLM's null block, which no request ever owns.
@@ -28,6 +29,7 @@ from vllm.v1.attention.backend import (
 from vllm_neuron.errors import ConfigurationError
 
 __all__ = [
+    "EncoderMetadata",
     "NeuronAttention",
     "NeuronAttentionBackend",
     "NeuronAttentionMetadata",
@@ -103,6 +105,49 @@ class NeuronAttentionMetadata(AttentionMetadata):
         )
 
 
+@dataclass
+class EncoderMetadata(AttentionMetadata):
+    """What every layer of an encoder needs: its keys and values are those of the step itself.
+
+    Attributes:
+        batch: sequences B, always 1.
+        query_len: tokens per sequence Q.
+        visible: by sliding window in tokens (None: full attention), which keys a query sees,
+            (1, 1, Q, Q) bool. A window reaches as far ahead as it reaches back.
+        live: which rows any query may see, (1, Q, 1, 1) bool.
+    """
+
+    batch: int
+    query_len: int
+    visible: dict[int | None, torch.Tensor]
+    live: torch.Tensor
+
+    @staticmethod
+    def build(
+        *, query_len: int, length: torch.Tensor, windows: tuple[int | None, ...]
+    ) -> EncoderMetadata:
+        """Computes the parts that are the same in all layers.
+
+        Args:
+            query_len: tokens of the step, padding included.
+            length: tokens without padding, (1,) int64, at least 1.
+            windows: the distinct sliding windows of the model's layers.
+        """
+        keys = torch.arange(query_len, device=length.device)
+        own = (keys < length).view(1, 1, 1, -1)
+        # Padded queries see the sequence too, so that no softmax row is empty.
+        rows = torch.minimum(keys, length - 1).view(1, 1, -1, 1)
+        visible = {
+            window: own.expand(1, 1, query_len, query_len)
+            if window is None
+            else own & ((keys - rows).abs() < window)
+            for window in windows
+        }
+        return EncoderMetadata(
+            batch=1, query_len=query_len, visible=visible, live=own.view(1, -1, 1, 1)
+        )
+
+
 def storage_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype of the tensors that hold KV rows of `dtype`.
 
@@ -155,7 +200,10 @@ class NeuronAttentionBackend(AttentionBackend):
 
 
 class NeuronAttention(AttentionImpl[NeuronAttentionMetadata]):
-    """Grouped-query attention of one decoder layer.
+    """Grouped-query attention of one layer of a decoder, or of an encoder without a KV cache.
+
+    Attributes:
+        is_encoder: whether a token sees those after it too.
 
     Raises:
         ConfigurationError: at model load, for a kind of attention that is not implemented.
@@ -179,7 +227,10 @@ class NeuronAttention(AttentionImpl[NeuronAttentionMetadata]):
         unknown = sorted(name for name, value in extra.items() if value is not None)
         for feature, present in (
             ("ALiBi", alibi_slopes is not None),
-            (f"attention type {attn_type}", attn_type != AttentionType.DECODER),
+            (
+                f"attention type {attn_type}",
+                attn_type not in (AttentionType.DECODER, AttentionType.ENCODER_ONLY),
+            ),
             ("a KV cache shared between layers", kv_sharing_target_layer_name is not None),
             (f"KV cache dtype {kv_cache_dtype}", kv_cache_dtype.startswith(("fp8", "int", "nvfp"))),
             (f"attention with {', '.join(unknown)}", bool(unknown)),
@@ -191,6 +242,7 @@ class NeuronAttention(AttentionImpl[NeuronAttentionMetadata]):
                     name="model",
                     value=feature,
                 )
+        self.is_encoder = attn_type == AttentionType.ENCODER_ONLY
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
@@ -207,12 +259,14 @@ class NeuronAttention(AttentionImpl[NeuronAttentionMetadata]):
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        attn_metadata: NeuronAttentionMetadata,
+        attn_metadata: NeuronAttentionMetadata | EncoderMetadata,
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Writes key and value to the cache and attends over each sequence's blocks.
+        """Attends over each sequence's tokens so far, or over all tokens of an encoder's sequence.
+
+        A decoder's key and value are written to the cache first.
 
         Args:
             layer: the attention layer; its name selects the cache.
@@ -229,12 +283,16 @@ class NeuronAttention(AttentionImpl[NeuronAttentionMetadata]):
             `output`.
         """
         step = attn_metadata
-        key_cache, value_cache = step.kv_caches[layer.layer_name]
-        dtype = layer.kv_cache_torch_dtype
-        _write(key_cache, step.slots, key.to(dtype))
-        _write(value_cache, step.slots, value.to(dtype))
-        keys = _by_head(_gather(key_cache, step, dtype))
-        values = _by_head(torch.where(step.live, _gather(value_cache, step, dtype), 0))
+        if isinstance(step, EncoderMetadata):
+            shape = (step.batch, step.query_len, self.num_kv_heads, -1)
+            keys, values = key.view(shape), value.view(shape)
+        else:
+            key_cache, value_cache = step.kv_caches[layer.layer_name]
+            dtype = layer.kv_cache_torch_dtype
+            _write(key_cache, step.slots, key.to(dtype))
+            _write(value_cache, step.slots, value.to(dtype))
+            keys, values = _gather(key_cache, step, dtype), _gather(value_cache, step, dtype)
+        keys, values = _by_head(keys), _by_head(torch.where(step.live, values, 0))
 
         # The query heads that share a KV head are rows of one matrix product.
         batch, query_len, kv_heads = step.batch, step.query_len, self.num_kv_heads

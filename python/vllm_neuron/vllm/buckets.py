@@ -17,6 +17,7 @@ from vllm_neuron.errors import ConfigurationError, ExecutionError
 __all__ = [
     "Buckets",
     "decode_label",
+    "encode_label",
     "prefill_label",
     "resolve_buckets",
     "resolve_vision_buckets",
@@ -56,7 +57,8 @@ class Buckets:
     Attributes:
         prefill: tokens per prefill graph, ascending; the last is the largest chunk the scheduler
             can ask for.
-        decode: sequences per decode graph, ascending; the last is `max_num_seqs`.
+        decode: sequences per decode graph, ascending; the last is `max_num_seqs`. Empty for a
+            pooling model.
         kv_segments: the segment size of segmented (chunked) prefill, or empty for single-shot.
         contexts: context lengths in tokens that decode may be cut to, ascending; `max_model_len`
             is not in it and always available.
@@ -109,9 +111,11 @@ class Buckets:
         """Returns the line that is logged before compiling (BK-17)."""
         context = f", context lengths {[*self.contexts, self.max_model_len]}"
         segment = f", KV segment size {self.kv_segments[0]}" if self.kv_segments else ""
+        prefill = f"Buckets: prefill tokens {list(self.prefill)} ({self.prefill_origin}{segment})"
+        if not self.decode:
+            return f"{prefill}: {self.num_prefill_graphs} graphs, none to decode (pooling model)"
         return (
-            f"Buckets: prefill tokens {list(self.prefill)} ({self.prefill_origin}{segment}), "
-            f"decode sequences {list(self.decode)}{context if self.contexts else ''}: "
+            f"{prefill}, decode sequences {list(self.decode)}{context if self.contexts else ''}: "
             f"{self.num_prefill_graphs} prefill and {self.num_decode_graphs} decode graphs"
         )
 
@@ -119,6 +123,11 @@ class Buckets:
 def prefill_label(num_tokens: int) -> str:
     """Returns the name of a prefill graph, such as `prefill_s1024`."""
     return f"prefill_s{num_tokens}"
+
+
+def encode_label(num_tokens: int) -> str:
+    """Returns the name of an encoder's graph, such as `encode_s256`."""
+    return f"encode_s{num_tokens}"
 
 
 def decode_label(num_seqs: int, context: int | None = None) -> str:
@@ -139,6 +148,7 @@ def resolve_buckets(
     block_size: int,
     neuron_config: BucketOptions,
     dcp_size: int = 1,
+    pooling: bool = False,
 ) -> Buckets:
     """Resolves and checks every bucket list of a server.
 
@@ -149,6 +159,7 @@ def resolve_buckets(
         block_size: KV cache block size in tokens.
         neuron_config: the options as the user gave them; None means the default.
         dcp_size: decode context parallel size.
+        pooling: the model is a pooling model, which decodes nothing.
 
     Raises:
         ConfigurationError: (a ValueError) an option breaks a rule of BK-1 to BK-7.
@@ -183,11 +194,20 @@ def resolve_buckets(
     if seqs is not None:
         _check_list("num_seqs_buckets", seqs)
         _check_last("num_seqs_buckets", seqs, "max_num_seqs", max_num_seqs)
+    decode = tuple(seqs) if seqs is not None else _doubling(1, max_num_seqs)
+    contexts = _contexts(neuron_config.decode_context_length_buckets, max_model_len)
+    if pooling:
+        warnings += tuple(
+            f"{name} has no effect: a pooling model decodes nothing"
+            for name in ("num_seqs_buckets", "decode_context_length_buckets")
+            if getattr(neuron_config, name) is not None
+        )
+        decode, contexts = (), ()
     return Buckets(
         prefill=prefill,
-        decode=tuple(seqs) if seqs is not None else _doubling(1, max_num_seqs),
+        decode=decode,
         kv_segments=segments,
-        contexts=_contexts(neuron_config.decode_context_length_buckets, max_model_len),
+        contexts=contexts,
         max_model_len=max_model_len,
         prefill_origin=origin,
         warnings=warnings,

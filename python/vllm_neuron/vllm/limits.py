@@ -85,8 +85,31 @@ ENGINE_LIMITS = (
     ),
     Limit(
         "--runner",
-        lambda c: c.model_config.runner_type if c.model_config.runner_type != "generate" else None,
-        "Only text generation is served.",
+        lambda c: (
+            c.model_config.runner_type
+            if c.model_config.runner_type not in ("generate", "pooling")
+            else None
+        ),
+        "Only generating and pooling models are served.",
+    ),
+    # vLLM only warns, and then pools a part of the prompt or attends to one.
+    Limit(
+        "--enable-chunked-prefill",
+        lambda c: (
+            c.model_config.runner_type == "pooling"
+            and c.scheduler_config.enable_chunked_prefill
+            and not c.model_config.is_chunked_prefill_supported
+        ),
+        "Unset it: this pooling model needs every prompt in one piece.",
+    ),
+    Limit(
+        "--enable-prefix-caching",
+        lambda c: (
+            c.model_config.runner_type == "pooling"
+            and c.cache_config.enable_prefix_caching
+            and not c.model_config.is_prefix_caching_supported
+        ),
+        "Unset it: this pooling model needs every prompt in one piece.",
     ),
     Limit("--enable-prompt-embeds", lambda c: c.model_config.enable_prompt_embeds, _UNSET),
     Limit("--enable-sleep-mode", lambda c: c.model_config.enable_sleep_mode, _UNSET),
@@ -119,6 +142,14 @@ REQUEST_LIMITS = (
     Limit("prompt_logprob_token_ids", lambda p: p.prompt_logprob_token_ids is not None, _UNSET),
 )
 
+POOLING_REQUEST_LIMITS = (
+    Limit(
+        "token_type_ids",
+        lambda p: "compressed_token_type_ids" in (p.extra_kwargs or {}),
+        "Use a model that tells two texts apart by its prompt.",
+    ),
+)
+
 
 def check_engine(vllm_config: VllmConfig) -> None:
     """Refuse an engine configuration that this version cannot serve.
@@ -145,9 +176,8 @@ def check_request(params: SamplingParams | PoolingParams) -> None:
     """
     from vllm.sampling_params import SamplingParams
 
-    if not isinstance(params, SamplingParams):
-        raise ValueError("Pooling requests are not supported on Neuron in this version.")
-    for limit in REQUEST_LIMITS:
+    limits = REQUEST_LIMITS if isinstance(params, SamplingParams) else POOLING_REQUEST_LIMITS
+    for limit in limits:
         value = limit.value(params)
         if value not in (None, False):
             raise ValueError(

@@ -74,7 +74,7 @@ class NeuronModelRunner:
         self.execution = execution
         self.sampler = HostSampler(logprobs_mode=self.model_config.logprobs_mode)
         self.graphs: dict[str, Callable] = {}
-        self._inputs: dict[str, StepInputs] = {}
+        self._inputs: dict[str, Any] = {}
         self._pending: PendingStep | None = None
 
     # Start-up, in call order.
@@ -90,7 +90,7 @@ class NeuronModelRunner:
 
         load = get_model if self.execution.loads_weights else model_without_weights
         self.model: Any = load(vllm_config=self.vllm_config).eval()
-        self.layers = get_layers_from_vllm_config(self.vllm_config, Attention)
+        self.layers: dict[str, Any] = get_layers_from_vllm_config(self.vllm_config, Attention)
         kind: Any = AttentionLayerBase
         with_cache = get_layers_from_vllm_config(self.vllm_config, kind)
         for name, layer in with_cache.items():
@@ -101,6 +101,22 @@ class NeuronModelRunner:
                     name="model",
                     value=type(layer).__name__,
                 )
+        self._check_model()
+
+    def _check_model(self) -> None:
+        """Refuses layers that a generating model cannot have."""
+        for name, layer in self.layers.items():
+            if layer.impl.is_encoder:
+                raise ConfigurationError(
+                    f"This model cannot generate text on Neuron: attention of layer {name} is that "
+                    "of an encoder.",
+                    name="model",
+                    value=type(layer).__name__,
+                )
+
+    def supported_tasks(self) -> tuple[str, ...]:
+        """Returns vLLM's names of the tasks that requests may ask for."""
+        return ("generate",)
 
     def model_bytes(self) -> int:
         """Returns the bytes of the distinct parameters and buffers of the model."""
@@ -120,6 +136,7 @@ class NeuronModelRunner:
                 dtype=layer.kv_cache_torch_dtype,
             )
             for name, layer in self.layers.items()
+            if not layer.impl.is_encoder
         }
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
@@ -128,8 +145,19 @@ class NeuronModelRunner:
         Args:
             kv_cache_config: vLLM's decision; only the number of blocks is free.
         """
+        self._allocate(kv_cache_config)
+        self.prompt_logprobs = PromptLogprobs(
+            self.model.compute_logits,
+            self.sampler,
+            return_logits=self.model_config.logprobs_mode.endswith("logits"),
+        )
+
+    def _allocate(self, kv_cache_config: KVCacheConfig) -> None:
         self.block_size = self.vllm_config.cache_config.block_size
-        self.max_blocks = cdiv(self.model_config.max_model_len, self.block_size)
+        with_cache = [layer for layer in self.layers.values() if not layer.impl.is_encoder]
+        self.max_blocks = (
+            cdiv(self.model_config.max_model_len, self.block_size) if with_cache else 0
+        )
         pages = (kv_cache_config.num_blocks, self.block_size)
         self.kv_caches = self.execution.allocate_kv_caches(
             [
@@ -138,16 +166,11 @@ class NeuronModelRunner:
                     value=(*pages, layer.num_kv_heads, layer.head_size_v),
                     dtype=storage_dtype(layer.kv_cache_torch_dtype),
                 )
-                for layer in self.layers.values()
+                for layer in with_cache
             ]
         )
         self.table = RequestTable(
             self.vllm_config, block_size=self.block_size, max_blocks=self.max_blocks
-        )
-        self.prompt_logprobs = PromptLogprobs(
-            self.model.compute_logits,
-            self.sampler,
-            return_logits=self.model_config.logprobs_mode.endswith("logits"),
         )
 
     @torch.no_grad()
@@ -161,16 +184,28 @@ class NeuronModelRunner:
         logger.info(self.buckets.describe())
         for warning in self.buckets.warnings:
             logger.warning(warning)
-        prefill = self._step(return_hidden_states=True)
-        decode = self._step(return_hidden_states=False)
-        steps: dict[str, tuple[torch.nn.Module, tuple]] = {}
-        for size in () if skip_prefill else self.buckets.prefill:
-            self._add(steps, prefill_label(size), prefill, (1, size, self.max_blocks))
-        for context in () if skip_decode else (None, *self.buckets.contexts):
+        steps: dict[str, torch.nn.Module] = {}
+        if not skip_prefill:
+            self._add_prefill(steps)
+        if not skip_decode:
+            self._add_decode(steps)
+        self.graphs = self.execution.build(
+            {label: (step, self._arguments(self._inputs[label])) for label, step in steps.items()}
+        )
+
+    def _add_prefill(self, steps: dict[str, torch.nn.Module]) -> None:
+        """Adds the step of each prefill bucket, and its inputs."""
+        step = self._step(return_hidden_states=True)
+        for size in self.buckets.prefill:
+            self._add(steps, prefill_label(size), step, (1, size, self.max_blocks))
+
+    def _add_decode(self, steps: dict[str, torch.nn.Module]) -> None:
+        """Likewise for decode."""
+        step = self._step(return_hidden_states=False)
+        for context in (None, *self.buckets.contexts):
             blocks = self.max_blocks if context is None else cdiv(context, self.block_size)
             for size in self.buckets.decode:
-                self._add(steps, decode_label(size, context), decode, (size, 1, blocks))
-        self.graphs = self.execution.build(steps)
+                self._add(steps, decode_label(size, context), step, (size, 1, blocks))
 
     @torch.no_grad()
     def warm_up(self) -> None:
@@ -185,33 +220,36 @@ class NeuronModelRunner:
                 self._call(label, inputs)
             except Exception as error:
                 phase = label.partition("_")[0]
-                shape = f"batch={inputs.block_tables.shape[0]}, seq={len(inputs.input_ids)}"
+                shape = f"batch={inputs.batch}, seq={len(inputs.input_ids)}"
                 raise RuntimeError(
                     f"Model warmup failed for {phase} ({shape}). Error: {error}"
                 ) from error
-        self.sampler.warm_up(self.model_config.get_vocab_size())
+        self._warm_up_host()
         logger.info(
             "Warm-up: %d buckets in %.2f s", len(self._inputs), time.perf_counter() - started
         )
+
+    def _warm_up_host(self) -> None:
+        self.sampler.warm_up(self.model_config.get_vocab_size())
 
     def _step(self, *, return_hidden_states: bool) -> DecoderStep:
         return DecoderStep(
             self.model,
             self.layers,
             block_size=self.block_size,
+            return_logits=True,
             return_hidden_states=return_hidden_states,
         ).eval()
 
     def _add(
         self,
-        steps: dict[str, tuple[torch.nn.Module, tuple]],
+        steps: dict[str, torch.nn.Module],
         label: str,
-        step: DecoderStep,
+        step: torch.nn.Module,
         shape: tuple[int, int, int],
     ) -> None:
-        inputs = StepInputs(*shape, block_size=self.block_size)
-        self._inputs[label] = inputs
-        steps[label] = (step, (*inputs.tensors, self.kv_caches))
+        steps[label] = step
+        self._inputs[label] = StepInputs(*shape, block_size=self.block_size)
 
     # One step.
 
@@ -332,15 +370,7 @@ class NeuronModelRunner:
     def _prefill(self, row: int, count: int, pending: PendingStep) -> torch.Tensor:
         """Runs the next `count` tokens of one request; returns logits (1, vocabulary)."""
         batch = self.table.batch
-        start = int(batch.num_computed_tokens_cpu[row])
-        label = prefill_label(self.buckets.prefill_for(count))
-        inputs = self._bucket(label)
-        inputs.fill_prefill(
-            batch.token_ids_cpu[row, start : start + count],
-            start,
-            batch.block_table[0].get_numpy_array()[row],
-        )
-        logits, hidden_states = self._call(label, inputs)
+        logits, hidden_states = self._run_chunk(row, count)
         req_id = batch.req_ids[row]
         state = self.table.requests[req_id]
         if PromptLogprobs.wanted(state):
@@ -349,7 +379,20 @@ class NeuronModelRunner:
                 pending.prompt_logprobs[req_id] = done
         return logits
 
-    def _bucket(self, label: str) -> StepInputs:
+    def _run_chunk(self, row: int, count: int) -> Any:
+        """Runs the next `count` tokens of one request; returns what the prefill step does."""
+        batch = self.table.batch
+        start = int(batch.num_computed_tokens_cpu[row])
+        label = prefill_label(self.buckets.prefill_for(count))
+        inputs = self._bucket(label)
+        inputs.fill_prefill(
+            batch.token_ids_cpu[row, start : start + count],
+            start,
+            batch.block_table[0].get_numpy_array()[row],
+        )
+        return self._call(label, inputs)
+
+    def _bucket(self, label: str) -> Any:
         inputs = self._inputs.get(label)
         if inputs is None:
             raise ExecutionError(
@@ -361,8 +404,12 @@ class NeuronModelRunner:
             )
         return inputs
 
-    def _call(self, label: str, inputs: StepInputs) -> Any:
-        return self.graphs[label](*inputs.tensors, self.kv_caches)
+    def _call(self, label: str, inputs: Any) -> Any:
+        return self.graphs[label](*self._arguments(inputs))
+
+    def _arguments(self, inputs: Any) -> tuple[Any, ...]:
+        """Returns what a step is called with."""
+        return (*inputs.tensors, self.kv_caches)
 
 
 def _in_batch_order(calls: Sequence[tuple[list[int], torch.Tensor]], num_rows: int) -> torch.Tensor:

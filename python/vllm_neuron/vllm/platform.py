@@ -298,6 +298,7 @@ class NeuronPlatform(Platform):
             block_size=cache.block_size,
             neuron_config=neuron_config,
             dcp_size=vllm_config.parallel_config.decode_context_parallel_size,
+            pooling=vllm_config.model_config.runner_type == "pooling",
         )
 
     @classmethod

@@ -24,7 +24,7 @@ class RequestTable:
     Args:
         vllm_config: the engine's configuration.
         block_size: tokens per KV cache block.
-        max_blocks: blocks of the longest sequence.
+        max_blocks: blocks of the longest sequence; 0 for an encoder, which has no KV cache.
 
     Attributes:
         requests: every unfinished request by id, also those that are preempted.
@@ -34,6 +34,7 @@ class RequestTable:
 
     def __init__(self, vllm_config: VllmConfig, *, block_size: int, max_blocks: int) -> None:
         model_config = vllm_config.model_config
+        pools = model_config.runner_type == "pooling"
         custom_processors = tuple(model_config.logits_processors or ())
         self.requests: dict[str, CachedRequestState] = {}
         self.admitted: set[str] = set()
@@ -43,9 +44,11 @@ class RequestTable:
             max_num_batched_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
             device=CPU,
             vocab_size=model_config.get_vocab_size(),
-            block_sizes=[block_size],
-            max_num_blocks_per_req=[max_blocks],
-            logitsprocs=build_logitsprocs(vllm_config, CPU, False, False, custom_processors),
+            # One table per group of layers that share it: one or, without a KV cache, none.
+            block_sizes=[block_size] if max_blocks else [],
+            max_num_blocks_per_req=[max_blocks] if max_blocks else [],
+            is_pooling_model=pools,
+            logitsprocs=build_logitsprocs(vllm_config, CPU, False, pools, custom_processors),
             # Whether a user's processor reads the output tokens cannot be known.
             logitsprocs_need_output_token_ids=bool(custom_processors),
             reasoning_config=vllm_config.reasoning_config,
@@ -97,6 +100,7 @@ class RequestTable:
             prompt_is_token_ids=request.prompt_is_token_ids,
             mm_features=request.mm_features,
             sampling_params=params,
+            pooling_params=request.pooling_params,
             generator=generator,
             block_ids=request.block_ids,
             num_computed_tokens=request.num_computed_tokens,

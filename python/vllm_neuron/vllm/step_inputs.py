@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["StepInputs"]
+__all__ = ["EncoderInputs", "StepInputs"]
 
 Array = npt.NDArray[np.int64]
 
@@ -28,6 +28,7 @@ class StepInputs:
 
     def __init__(self, batch: int, query_len: int, num_blocks: int, *, block_size: int) -> None:
         tokens = batch * query_len
+        self.batch = batch
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.input_ids: Array = np.zeros(tokens, np.int64)
@@ -91,3 +92,34 @@ class StepInputs:
 
     def _slots(self, blocks: npt.NDArray[np.int32], positions: npt.NDArray[Any]) -> Array:
         return blocks.astype(np.int64) * self.block_size + positions % self.block_size
+
+
+class EncoderInputs:
+    """Arguments of EncoderStep for a sequence of Q tokens; padding is token 0 at position 0.
+
+    Args:
+        query_len: Q.
+    """
+
+    batch = 1
+
+    def __init__(self, query_len: int) -> None:
+        self.input_ids: Array = np.zeros(query_len, np.int64)
+        self.positions: Array = np.zeros(query_len, np.int64)
+        self.length: Array = np.ones(1, np.int64)
+        self.tensors = tuple(
+            torch.from_numpy(array) for array in (self.input_ids, self.positions, self.length)
+        )
+
+    def fill(self, token_ids: npt.NDArray[np.int32]) -> None:
+        """Sets a sequence of n tokens, 1 <= n <= Q.
+
+        Args:
+            token_ids: (n,).
+        """
+        count = len(token_ids)
+        self.input_ids[:count] = token_ids
+        self.positions[:count] = np.arange(count)
+        for array in (self.input_ids, self.positions):
+            array[count:] = 0
+        self.length[0] = count

@@ -23,6 +23,7 @@ from vllm_neuron.vllm.buckets import resolve_buckets
 from vllm_neuron.vllm.config import neuron_config_of
 from vllm_neuron.vllm.execution import make_execution
 from vllm_neuron.vllm.model_runner import NeuronModelRunner
+from vllm_neuron.vllm.pooling_runner import PoolingModelRunner
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -115,6 +116,7 @@ class NeuronWorker(WorkerBase):
         ensure_model_parallel_initialized(
             parallel.tensor_parallel_size, parallel.pipeline_parallel_size
         )
+        pooling = self.model_config.runner_type == "pooling"
         buckets = resolve_buckets(
             max_model_len=self.model_config.max_model_len,
             max_num_batched_tokens=self.scheduler_config.max_num_batched_tokens,
@@ -122,10 +124,12 @@ class NeuronWorker(WorkerBase):
             block_size=self.cache_config.block_size,
             neuron_config=neuron_config_of(self.vllm_config),
             dcp_size=parallel.decode_context_parallel_size,
+            pooling=pooling,
         )
         with _errors_logged():
             execution = make_execution(self.vllm_config, start, local_rank=self.local_rank)
-        self.model_runner = NeuronModelRunner(self.vllm_config, buckets, execution)
+        runner = PoolingModelRunner if pooling else NeuronModelRunner
+        self.model_runner = runner(self.vllm_config, buckets, execution)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Loads the model's weights.
@@ -138,8 +142,8 @@ class NeuronWorker(WorkerBase):
             self.model_runner.load_model()
 
     def get_supported_tasks(self) -> tuple[str, ...]:
-        """Returns the only task: generation."""
-        return ("generate",)
+        """Returns the tasks that requests may ask for."""
+        return self.model_runner.supported_tasks()
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """Returns the KV cache that each layer needs."""
