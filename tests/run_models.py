@@ -1,6 +1,7 @@
-"""Serve tiny models of real architectures and compare their greedy text with transformers.
+"""Serve tiny models of real architectures and compare their answers with transformers.
 
-    python tests/run_models.py [--route native|cpu] [--table FILE] [--json FILE] [NAME...]
+    python tests/run_models.py [--route native|cpu] [--dtype float32|bfloat16] [--table FILE]
+                               [--json FILE] [NAME...]
 
 Every model of `architectures` gets a random float32 checkpoint, an engine of vLLM in a process of
 its own, and four prompts: a short one, one longer than the sliding windows, one that is prefilled
@@ -8,8 +9,10 @@ in two chunks, and one that begins like it. All are generated at once, then agai
 cache. The rows say:
 
     equal    the 64 greedy tokens of every prompt are those of transformers, both times
+    within   in bfloat16: all log-probabilities of the token after each of 32 prompts are no
+             further from transformers' float32 ones than `rounding` allows
     refused  the engine does not start and says which feature is not served
-    wrong    other tokens
+    wrong    other tokens, or log-probabilities beyond the bounds
     failed   any other error
 
 `--route cpu` runs the steps eagerly instead of as NEFFs of the host emulator. Exit code 0 if no
@@ -26,13 +29,13 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests import models
+from tests import models, rounding
 from tests.architectures import ARCHITECTURES
 from tests.vllm.engine import CPU_MODE, HOST, Engine, EngineError
 
@@ -53,6 +56,7 @@ OPTIONS = {
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--route", choices=sorted(_ROUTES), default="native")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--table", type=Path, help="write the rows here as a table in Markdown")
     parser.add_argument("--json", type=Path, help="write the rows here too")
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(ARCHITECTURES))
@@ -62,16 +66,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"no such model: {', '.join(sorted(unknown))}")
     rows = []
     with tempfile.TemporaryDirectory(prefix="vllm-neuron-models-") as folder:
-        for name in options.names or ARCHITECTURES:
-            rows.append(run_model(name, Path(folder), route=options.route))
-            row = rows[-1]
+        names, place, route = options.names or list(ARCHITECTURES), Path(folder), options.route
+        for row in (
+            run_in_bfloat16(names, place, route=route)
+            if options.dtype == "bfloat16"
+            else (run_model(name, place, route=route) for name in names)
+        ):
+            rows.append(row)
             print(
-                f"{name:12} {row['status']:8} {row['seconds']:6.1f}s  {row['detail']}", flush=True
+                f"{row['model']:12} {row['status']:8} {row['seconds']:6.1f}s  {row['detail']}",
+                flush=True,
             )
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
     if options.table:
-        options.table.write_text(table(rows, route=options.route))
+        options.table.write_text(table(rows, route=options.route, dtype=options.dtype))
     return 1 if any(row["status"] in ("wrong", "failed") for row in rows) else 0
 
 
@@ -106,6 +115,18 @@ def run_model(name: str, folder: Path, *, route: str) -> dict[str, Any]:
     return {"model": name, "status": status, "seconds": seconds, "detail": detail}
 
 
+def run_in_bfloat16(names: Sequence[str], folder: Path, *, route: str) -> Iterator[dict[str, Any]]:
+    """Compare the log-probabilities of each model; yields rows of the table."""
+    started = time.monotonic()
+    for name, result in rounding.measure_models(names, folder=folder, settings=_ROUTES[route]):
+        if isinstance(result, str):
+            status = "refused" if result.startswith("ConfigurationError:") else "failed"
+        else:
+            status = "within" if result.is_within_bounds else "wrong"
+        seconds, started = time.monotonic() - started, time.monotonic()
+        yield {"model": name, "status": status, "seconds": seconds, "detail": str(result)}
+
+
 def _generate_again(llm: Any, given: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[int]]:
     from vllm import SamplingParams
 
@@ -134,12 +155,12 @@ def _difference(expected: list[list[int]], found: list[list[int]]) -> str:
     return "other lengths"
 
 
-def table(rows: Sequence[dict[str, Any]], *, route: str) -> str:
+def table(rows: Sequence[dict[str, Any]], *, route: str, dtype: str) -> str:
     """The rows in Markdown, with the command and the date."""
     date = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
-    command = f"python tests/run_models.py --route {route}"
+    command = f"python tests/run_models.py --route {route} --dtype {dtype}"
     lines = [
-        f"`{command}` on {date}, float32, host emulator:",
+        f"`{command}` on {date}, host emulator:",
         "",
         "| model | result |",
         "|---|---|",

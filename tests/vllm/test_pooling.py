@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from tests import models, pooling_models
-from tests.vllm.engine import CPU_MODE, Engine
+from tests.vllm.engine import CPU_MODE, Engine, model_runner
 from tests.vllm.test_restarts import summary
 from vllm_neuron.errors import ConfigurationError
+from vllm_neuron.vllm.limits import check_request
 from vllm_neuron.vllm.pooling_runner import served_tasks
 
 TOLERANCE = 5e-6
@@ -127,8 +128,19 @@ def test_classification_equals_transformers(tmp_path):
 
 
 def classify(llm, given):
+    # A step without a request, as of a rank that has none, changes no answer.
+    model_runner(llm).execute_padding()
     outputs = llm.classify([{"prompt_token_ids": prompt} for prompt in given], use_tqdm=False)
     return [output.outputs.probs for output in outputs]
+
+
+def test_token_types_are_refused_by_name():
+    from vllm.pooling_params import PoolingParams
+
+    check_request(PoolingParams(task="classify"))
+    params = PoolingParams(task="classify", extra_kwargs={"compressed_token_type_ids": 3})
+    with pytest.raises(ValueError, match=r"^token_type_ids=True is not supported on Neuron"):
+        check_request(params)
 
 
 def test_a_model_for_other_tasks_is_refused():
