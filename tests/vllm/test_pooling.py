@@ -26,9 +26,9 @@ def prompts(vocabulary, lengths):
     return [[draw.randrange(6, vocabulary) for _ in range(length)] for length in lengths]
 
 
-def embed(server, given):
+def embed(server, given, **options):
     """Embeddings of all prompts in one request."""
-    body = {"model": "model", "input": given, "encoding_format": "float"}
+    body = {"model": "model", "input": given, "encoding_format": "float", **options}
     response = server.post("/v1/embeddings", body)
     assert response.ok, response.text
     data = response.json()["data"]
@@ -52,6 +52,8 @@ def assert_warm(server):
     counts = summary(server)
     done = [counts[name] for name in ("state", "traces", "lowerings", "compilations")]
     assert done == ["warm", 0, 0, 0]
+    hits = f'vllm_neuron:precompile_cache_requests_total{{result="hit"}} {counts["graphs"]}.0'
+    assert hits in server.metrics()
 
 
 def prefix_hits(server):
@@ -64,6 +66,7 @@ def test_qwen3_embedding_equals_transformers(serve, tmp_path):
     arguments = (
         *("--max-model-len", "768", "--max-num-batched-tokens", "512", "--max-num-seqs", "4"),
         *("--dtype", "float32", "--kv-cache-memory-bytes", str(16 << 20)),
+        *("--hf-overrides", '{"is_matryoshka": true}'),
         "--additional-config",
         json.dumps({"neuron_config": {"num_batched_tokens_buckets": [64, 512]}}),
     )
@@ -78,6 +81,8 @@ def test_qwen3_embedding_equals_transformers(serve, tmp_path):
     before = prefix_hits(server)
     assert_equal(embed_apart(server, given), expected)
     assert prefix_hits(server) >= before + 600
+    short = embed(server, given, dimensions=16)
+    assert_equal(short, torch.nn.functional.normalize(expected[:, :16], dim=-1))
     # vLLM's other door to the same, and what is not served, by name.
     pooled = server.post("/pooling", {"model": "model", "input": given[4], "task": "embed"})
     assert_equal(torch.tensor([pooled.json()["data"][0]["data"]]), expected[4:5])
