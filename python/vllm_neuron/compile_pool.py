@@ -13,7 +13,14 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Progress", "Work", "default_workers", "run_largest_first"]
+__all__ = [
+    "MOST_WORKERS",
+    "Progress",
+    "Work",
+    "default_workers",
+    "fitting_workers",
+    "run_largest_first",
+]
 
 #: Memory to have free for each compiler that runs at the same time (spec CM-20).
 MEMORY_PER_WORKER = 8 << 30
@@ -26,23 +33,42 @@ BAR_INTERVAL_S = 0.5
 BAR_CELLS = 24
 
 _CGROUP = Path("/sys/fs/cgroup")
+_MEMINFO = Path("/proc/meminfo")
 
 
-def default_workers(cgroup: Path = _CGROUP) -> int:
-    """Return how many compilers may run at a time: what cores and free memory allow, at least 1.
+def default_workers(cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO) -> int:
+    """Return how many compilers may run at a time; see `fitting_workers`."""
+    return fitting_workers(MEMORY_PER_WORKER, most=MOST_WORKERS, cgroup=cgroup, meminfo=meminfo)
+
+
+def fitting_workers(
+    memory_per_worker: int, *, most: int, cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO
+) -> int:
+    """Return how many may work at a time: what cores and available memory allow, at least 1.
 
     Args:
+        memory_per_worker: bytes that each may need.
+        most: the most that it may be.
         cgroup: the control group of this process (cgroup v2; its limits count when it has any).
+        meminfo: the system's memory (proc(5)).
     """
     cores = float(len(os.sched_getaffinity(0)))
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     quota, _, period = _read(cgroup / "cpu.max").partition(" ")
     if quota.isdecimal() and period.isdecimal():
         cores = min(cores, int(quota) / int(period))
-    most, used = _read(cgroup / "memory.max"), _read(cgroup / "memory.current")
-    if most.isdecimal() and used.isdecimal():
-        free = min(free, int(most) - int(used))
-    return max(1, min(MOST_WORKERS, int(cores), free // MEMORY_PER_WORKER))
+    # What the page cache holds of files can be had: weights that were just read are no shortage.
+    available = _field(meminfo, "MemAvailable:") << 10
+    limit, used = _read(cgroup / "memory.max"), _read(cgroup / "memory.current")
+    if limit.isdecimal() and used.isdecimal():
+        evictable = _field(cgroup / "memory.stat", "inactive_file")
+        available = min(available, int(limit) - int(used) + evictable)
+    return max(1, min(most, int(cores), available // memory_per_worker))
+
+
+def _field(path: Path, name: str) -> int:
+    """Return the number behind a name in a table of the kernel's, 0 if there is none."""
+    found = (line.split() for line in _read(path).splitlines())
+    return next((int(words[1]) for words in found if words[0] == name), 0)
 
 
 def _read(path: Path) -> str:

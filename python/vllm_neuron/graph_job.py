@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from vllm_neuron.cache.compilation import CompiledNeff
     from vllm_neuron.capture import CapturedGraph
     from vllm_neuron.errors import NeuronError
+    from vllm_neuron.lowering.graph_message import EncodedGraph
     from vllm_neuron.lowering.module import LoweredModule
     from vllm_neuron.runtime.base import LoadedModel
     from vllm_neuron.trace_record import TraceRecord
@@ -100,7 +101,7 @@ class GraphJob:
     #: What the trace took for granted, as the Precompile Cache keeps it.
     premises: bytes = b"[]"
     module: LoweredModule | None = None
-    graph: CapturedGraph | None = None
+    graph: CapturedGraph | EncodedGraph | None = None
     graph_digest: str | None = None
     is_from_cache: bool = False
     #: What went wrong with a trace from the cache; it is to be traced anew.

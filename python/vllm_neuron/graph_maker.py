@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from vllm_neuron.capture import CapturedGraph
     from vllm_neuron.compiler.base import Compiler
     from vllm_neuron.graph_job import GraphJob, PipelineCounters
+    from vllm_neuron.lowering.graph_message import EncodedGraph
     from vllm_neuron.lowering.module import LoweredModule, Lowering
     from vllm_neuron.runtime.base import LoadedModel, Runtime
 
@@ -125,7 +126,7 @@ class GraphMaker:
                 raise
             job.failure = error
 
-    def _lower(self, job: GraphJob, graph: CapturedGraph) -> LoweredModule:
+    def _lower(self, job: GraphJob, graph: CapturedGraph | EncodedGraph) -> LoweredModule:
         if job.graph_digest is None:
             return self._lower_now(job, graph)
         assert job.trace is not None
@@ -150,7 +151,7 @@ class GraphMaker:
         self._compilation.store_module(key, factors, module, describe=self._described(job))
         return module
 
-    def _lower_now(self, job: GraphJob, graph: CapturedGraph) -> LoweredModule:
+    def _lower_now(self, job: GraphJob, graph: CapturedGraph | EncodedGraph) -> LoweredModule:
         started = time.monotonic()
         bucket = job.spec.bucket
         with self._slot(bucket):

@@ -8,13 +8,12 @@ lowered module). All graphs of a start go through one `Pipeline`, which counts w
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_neuron import _core
 from vllm_neuron.binding import (
     BoundGraph,
     describe_tensors,
@@ -27,10 +26,11 @@ from vllm_neuron.binding import (
 from vllm_neuron.cache import keys
 from vllm_neuron.cache.start_report import write_report
 from vllm_neuron.compile_pool import Progress, Work, run_largest_first
-from vllm_neuron.errors import CacheMissError, CaptureError, ExecutionError, GraphKeyError
+from vllm_neuron.errors import CacheMissError, ExecutionError
 from vllm_neuron.graph_job import GraphJob, GraphSpec, PipelineCounters
 from vllm_neuron.graph_maker import GraphMaker
-from vllm_neuron.premises import PremiseChecks, encode_premises
+from vllm_neuron.premises import PremiseChecks
+from vllm_neuron.trace_pool import Traced, trace_all
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from vllm_neuron.cache.compilation import CompilationCache
     from vllm_neuron.cache.precompile import PrecompileCache
     from vllm_neuron.cache.tiers import Tiers
-    from vllm_neuron.capture import CapturedGraph
     from vllm_neuron.compiler.base import Compiler
     from vllm_neuron.lowering.module import Lowering
     from vllm_neuron.runtime.base import DeviceTensor, Runtime
@@ -64,7 +63,10 @@ class Pipeline:
         workers: how many graphs are lowered and compiled at a time, by all processes of the node
             that share the compilation cache.
         report: where the report of the start goes (`cache.start_report`), or None.
+        trace_workers: how many graphs are traced at a time at most, in processes forked from this
+            one.
         one_by_one: trace, lower and compile each graph before the next one is traced.
+        verifies_traces: trace what the Precompile Cache has too, and compare.
         logger: where the log lines go.
     """
 
@@ -85,7 +87,9 @@ class Pipeline:
         workers: int,
         logger: logging.Logger,
         report: Path | None = None,
+        trace_workers: int = 1,
         one_by_one: bool = False,
+        verifies_traces: bool = False,
     ) -> None:
         self.counters = PipelineCounters()
         #: The graphs of the last `build`.
@@ -102,7 +106,9 @@ class Pipeline:
         self._workers = workers
         self._describe = dict(describe)
         self._report = report
+        self._trace_workers = trace_workers if lowering.lowers_encoded_graphs else 1
         self._one_by_one = one_by_one
+        self._verifies_traces = verifies_traces
         self._logger = logger
         self._maker = GraphMaker(
             route=route,
@@ -229,17 +235,19 @@ class Pipeline:
         return job
 
     def _make_models(self, jobs: Sequence[GraphJob]) -> None:
-        """Trace what is unknown, one graph after the other, then do the rest on a pool.
+        """Trace what is unknown, then do the rest on a pool.
 
-        Dynamo is not thread-safe, so only this thread traces.
+        Dynamo is not thread-safe: what is traced here is traced by this thread.
         """
         batches = [[job] for job in jobs] if self._one_by_one else [jobs]
         for batch in batches:
             self._trace_unknown(batch)
+            if self._verifies_traces:
+                self._verify_traces(batch)
             self._run(batch)
             doubtful = [job for job in batch if job.doubt is not None]
             for job in doubtful:
-                self._distrust(job)
+                self._distrust(job, str(job.doubt))
             if doubtful:
                 self._trace_unknown(doubtful)
                 self._run(doubtful)
@@ -247,15 +255,46 @@ class Pipeline:
             raise self._all_missing()
 
     def _trace_unknown(self, jobs: Sequence[GraphJob]) -> None:
-        for job in jobs:
-            if job.module is not None:
-                continue
-            try:
-                job.graph = self._trace(job)
-            except CaptureError as error:
-                if self._runtime is not None:
-                    raise
-                job.failure = error
+        for job, traced in self._traces([job for job in jobs if job.module is None]):
+            self._take(job, traced)
+
+    def _verify_traces(self, jobs: Sequence[GraphJob]) -> None:
+        """Trace what came from the Precompile Cache, and believe the trace."""
+        known = [job for job in jobs if job.is_from_cache]
+        equal = 0
+        for job, traced in self._traces(known):
+            found = (traced.graph.record, traced.graph_digest)
+            if found == (job.trace, job.graph_digest):
+                equal += 1
+                self._count_trace(job, traced)
+            else:
+                digest = traced.graph_digest or "none"
+                self._distrust(
+                    job, f"a new trace differs: graph {job.graph_digest} in the cache, now {digest}"
+                )
+                self._take(job, traced)
+        if known:
+            self._logger.info(
+                "Precompile Cache: %d of %d traces verified by tracing again", equal, len(known)
+            )
+
+    def _traces(self, jobs: Sequence[GraphJob]) -> Iterator[tuple[GraphJob, Traced]]:
+        # Closed at once, so that a failure leaves no process behind.
+        with closing(
+            trace_all(
+                [job.spec for job in jobs],
+                workers=self._trace_workers,
+                route=self._lowering.route,
+                logger=self._logger,
+            )
+        ) as answers:
+            for index, answer in answers:
+                if isinstance(answer, Traced):
+                    yield jobs[index], answer
+                elif self._runtime is not None:
+                    raise answer
+                else:
+                    jobs[index].failure = answer
 
     def _run(self, jobs: Sequence[GraphJob]) -> None:
         flights = self._compilation.flights
@@ -271,10 +310,10 @@ class Pipeline:
             stop=self._maker.stop,
         )
 
-    def _distrust(self, job: GraphJob) -> None:
+    def _distrust(self, job: GraphJob, reason: str) -> None:
         """Forget what the Precompile Cache said of a graph."""
         assert self._precompile is not None
-        self._precompile.discard(job.trace_key, job.spec.bucket, str(job.doubt))
+        self._precompile.discard(job.trace_key, job.spec.bucket, reason)
         self.counters.add(trace_hits=-1, discards=1)
         job.trace = job.module = job.graph_digest = job.doubt = None
         job.is_from_cache = False
@@ -294,23 +333,19 @@ class Pipeline:
             missing=missing,
         )
 
-    def _trace(self, job: GraphJob) -> CapturedGraph:
-        from vllm_neuron.capture import capture
-
-        started = time.monotonic()
-        graph = capture(job.spec.step, job.spec.args, bucket=job.spec.bucket)
-        seconds = time.monotonic() - started
-        self.counters.add(traces=1)
-        self.counters.spent(job.spec.bucket, "trace", seconds)
-        job.trace = graph.record
-        job.premises = encode_premises(graph.premises)
-        self._logger.info("Traced %s in %.2f s", job.spec.bucket, seconds)
-        try:
-            job.graph_digest = _core.graph_digest(graph.graph_module)
-        except GraphKeyError as error:
+    def _take(self, job: GraphJob, traced: Traced) -> None:
+        job.graph, job.trace = traced.graph, traced.graph.record
+        job.premises = traced.premises
+        job.graph_digest = traced.graph_digest
+        self._count_trace(job, traced)
+        if traced.graph_digest is None:
             # Without a digest nothing made of the graph may be kept (bugs A11).
-            self._logger.warning("%s is not cached: %s", job.spec.bucket, error)
-        return graph
+            self._logger.warning("%s is not cached: %s", job.spec.bucket, traced.why_no_digest)
+
+    def _count_trace(self, job: GraphJob, traced: Traced) -> None:
+        self.counters.add(traces=1)
+        self.counters.spent(job.spec.bucket, "trace", traced.seconds)
+        self._logger.info("Traced %s in %.2f s", job.spec.bucket, traced.seconds)
 
     def _bind(self, job: GraphJob, tensors: Mapping[str, DeviceTensor]) -> BoundGraph:
         assert job.trace is not None

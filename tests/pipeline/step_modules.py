@@ -78,6 +78,8 @@ def make_pipeline(
     timeout_s: float = 600,
     workers: int = 2,
     one_by_one: bool = False,
+    trace_workers: int = 1,
+    verifies_traces: bool = False,
 ) -> Pipeline:
     def tiers(folder: str, name: str) -> Tiers:
         return Tiers(
@@ -114,6 +116,8 @@ def make_pipeline(
         logger=logger,
         report=report_path(root) if root else None,
         one_by_one=one_by_one,
+        trace_workers=trace_workers,
+        verifies_traces=verifies_traces,
     )
 
 

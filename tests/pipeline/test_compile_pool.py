@@ -88,25 +88,35 @@ def test_a_terminal_has_a_bar(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("cpu", "memory", "workers"),
+    ("available_gib", "cpu", "memory", "workers"),
     [
-        (None, None, None),
-        ("max 100000", "max", None),
-        ("100000 100000", "max", 1),
-        ("50000 100000", None, 1),
-        (None, str(9 << 30), 1),
-        (None, str(1 << 30), 1),
+        (128, None, None, 8),
+        (33, None, None, 4),
+        (1, None, None, 1),
+        (128, "max 100000", "max", 8),
+        (128, "50000 100000", None, 1),
+        (128, "300000 100000", None, 3),
+        (128, None, 9, 1),
+        (128, None, 17, 2),
     ],
 )
-def test_the_limits_of_a_control_group_count_t17(tmp_path, monkeypatch, cpu, memory, workers):
+def test_the_limits_of_a_control_group_count_t17(
+    tmp_path, monkeypatch, available_gib, cpu, memory, workers
+):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
-    monkeypatch.setattr(os, "sysconf", lambda name: 1 << (30 if name == "SC_PAGE_SIZE" else 7))
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text(
+        f"MemTotal: {256 << 20} kB\nMemFree: 1 kB\nMemAvailable: {available_gib << 20} kB\n"
+    )
     if cpu is not None:
         (tmp_path / "cpu.max").write_text(cpu)
     if memory is not None:
-        (tmp_path / "memory.max").write_text(memory)
-        (tmp_path / "memory.current").write_text("1000")
-    assert default_workers(tmp_path) == (workers or 8)
+        # 5 GiB are in use, all but a thousand bytes of them for files that can be read again.
+        limit = memory if memory == "max" else str((memory << 30) + 1000)
+        (tmp_path / "memory.max").write_text(limit)
+        (tmp_path / "memory.current").write_text(str((5 << 30) + 1000))
+        (tmp_path / "memory.stat").write_text(f"anon 1000\ninactive_file {5 << 30}\n")
+    assert default_workers(tmp_path, meminfo) == workers
 
 
 class StrangeCompiler(HostCompiler):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -18,7 +18,10 @@ from vllm_neuron.capture import CapturedGraph
 from vllm_neuron.dynamo_trace import source_line
 from vllm_neuron.errors import LoweringError
 
-__all__ = ["GraphMessage", "encode_graph", "lowering_error"]
+if TYPE_CHECKING:
+    from vllm_neuron.trace_record import TraceRecord
+
+__all__ = ["EncodedGraph", "GraphMessage", "NodeOrigin", "encode_graph", "lowering_error"]
 
 # A literal tensor of the model's code is written into the module; above this size it belongs in a
 # buffer, or the module and its cache entry would carry it.
@@ -61,6 +64,31 @@ _IDENTITIES = {
 
 
 @dataclass(frozen=True, slots=True)
+class NodeOrigin:
+    """Where a node of a message comes from, for error messages.
+
+    Attributes:
+        op: the ATen operator, such as `aten.topk.default`.
+        operands: dtype and shape of each tensor operand, `float32[4, 8], int64[4]`.
+        source: `file:line` of the model, or None.
+    """
+
+    op: str
+    operands: str
+    source: str | None
+
+    @classmethod
+    def of(cls, node: torch.fx.Node) -> NodeOrigin:
+        """Describe a node of a captured graph."""
+        operands = ", ".join(
+            f"{_dtype_name(item.meta['val'].dtype)}{list(item.meta['val'].shape)}"
+            for item in node.all_input_nodes
+            if isinstance(item.meta.get("val"), torch.Tensor)
+        )
+        return cls(str(node.target), operands, source_line(node.stack_trace))
+
+
+@dataclass(frozen=True, slots=True)
 class GraphMessage:
     """What a lowering process is sent.
 
@@ -71,12 +99,27 @@ class GraphMessage:
             `computed_wide`, for a comparison the `common` dtype of its operands, and for a strided
             view the `storage_order` of its tensor's dimensions.
         literals: bytes of the literal tensors, in the order of `header["literals"]`.
-        nodes: the graph node behind each entry of `header["nodes"]`, for error messages.
+        origins: where each entry of `header["nodes"]` comes from.
     """
 
     header: dict[str, Any]
     literals: bytes
-    nodes: tuple[torch.fx.Node, ...]
+    origins: tuple[NodeOrigin, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedGraph:
+    """A graph that another process captured, as the message to be lowered.
+
+    Attributes:
+        message: what a lowering process is sent.
+        record: as in `CapturedGraph`.
+        bucket: the bucket's name.
+    """
+
+    message: GraphMessage
+    record: TraceRecord
+    bucket: str
 
 
 def encode_graph(graph: CapturedGraph, *, bucket: str, route: str) -> GraphMessage:
@@ -104,7 +147,7 @@ class _Encoder:
         self.values: dict[torch.fx.Node, Any] = {}
         self.count = 0
         self.nodes: list[dict[str, Any]] = []
-        self.origins: list[torch.fx.Node] = []
+        self.origins: list[NodeOrigin] = []
         self.literal_specs: list[list[Any]] = []
         self.literals = bytearray()
 
@@ -219,7 +262,7 @@ class _Encoder:
             ]
             message["common"] = _dtype_name(torch.result_type(*operands))
         self.nodes.append(message)
-        self.origins.append(node)
+        self.origins.append(NodeOrigin.of(node))
 
     def _storage_order(self, node: torch.fx.Node) -> list[int]:
         """Dimensions of a strided view's tensor from the slowest in memory to the fastest."""
@@ -283,20 +326,16 @@ class _Encoder:
 
 
 def lowering_error(
-    bucket: str, node: torch.fx.Node | None, reason: str, *, route: str
+    bucket: str, origin: NodeOrigin | torch.fx.Node | None, reason: str, *, route: str
 ) -> LoweringError:
     """A `LoweringError` that names operator, specs, source line and bucket."""
     op = source = None
     what = "a graph"
-    if node is not None:
-        op = str(node.target)
-        source = source_line(node.stack_trace)
-        operands = ", ".join(
-            f"{_dtype_name(item.meta['val'].dtype)}{list(item.meta['val'].shape)}"
-            for item in node.all_input_nodes
-            if isinstance(item.meta.get("val"), torch.Tensor)
-        )
-        what = f"{op}({operands})"
+    if origin is not None:
+        if isinstance(origin, torch.fx.Node):
+            origin = NodeOrigin.of(origin)
+        op, source = origin.op, origin.source
+        what = f"{op}({origin.operands})"
     place = f" at {source}" if source else ""
     return LoweringError(
         f"Bucket {bucket!r}: the {route} route cannot lower {what}{place}: {reason}.",

@@ -9,6 +9,7 @@ from vllm_neuron.trace_record import TensorSpec
 
 if TYPE_CHECKING:
     from vllm_neuron.capture import CapturedGraph
+    from vllm_neuron.lowering.graph_message import EncodedGraph
 
 __all__ = ["LoweredModule", "Lowering", "ModuleFormat"]
 
@@ -43,13 +44,21 @@ class LoweredModule:
 
 
 class Lowering(Protocol):
-    """What turns captured graphs into modules."""
+    """What turns captured graphs into modules.
+
+    Attributes:
+        route: the word of the route in messages and in modules.
+        lowers_encoded_graphs: whether `lower` takes an `EncodedGraph` too.
+    """
+
+    route: str
+    lowers_encoded_graphs: bool
 
     def versions(self) -> dict[str, str]:
         """What decides the bytes of a module besides the graph; nothing is started for it."""
         ...
 
-    def lower(self, graph: CapturedGraph, *, bucket: str) -> LoweredModule:
+    def lower(self, graph: CapturedGraph | EncodedGraph, *, bucket: str) -> LoweredModule:
         """Lower one graph.
 
         Raises:

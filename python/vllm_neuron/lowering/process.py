@@ -22,7 +22,7 @@ from vllm_neuron.lowering.module import LoweredModule
 if TYPE_CHECKING:
     from vllm_neuron.capture import CapturedGraph
     from vllm_neuron.errors import LoweringError
-    from vllm_neuron.lowering.graph_message import GraphMessage
+    from vllm_neuron.lowering.graph_message import EncodedGraph, GraphMessage
 
 __all__ = ["ChildFailed", "ChildProcess", "ProcessLowering"]
 
@@ -57,6 +57,8 @@ class ProcessLowering:
 
     #: The word of the route in messages and in modules.
     route: str
+    #: Whether a graph may come as an `EncodedGraph`.
+    lowers_encoded_graphs = True
 
     def __init__(
         self, *, timeout_s: float = _TIMEOUT_S, memory_limit_bytes: int = _MEMORY_LIMIT_BYTES
@@ -103,7 +105,7 @@ class ProcessLowering:
         """What decides the bytes of a module besides the graph; the child is not started."""
         raise NotImplementedError
 
-    def lower(self, graph: CapturedGraph, *, bucket: str) -> LoweredModule:
+    def lower(self, graph: CapturedGraph | EncodedGraph, *, bucket: str) -> LoweredModule:
         """Lower one graph.
 
         Raises:
@@ -116,17 +118,22 @@ class ProcessLowering:
         return self._module(graph, answer, data)
 
     def _attempt(
-        self, graph: CapturedGraph, bucket: str
+        self, graph: CapturedGraph | EncodedGraph, bucket: str
     ) -> tuple[GraphMessage, dict[str, Any], bytes]:
         """Send a graph: what was sent, the answer and the module that it is about."""
-        from vllm_neuron.lowering.graph_message import encode_graph
+        from vllm_neuron.lowering.graph_message import EncodedGraph, encode_graph
 
-        message = encode_graph(graph, bucket=bucket, route=self.route)
+        if isinstance(graph, EncodedGraph):
+            message = graph.message
+        else:
+            message = encode_graph(graph, bucket=bucket, route=self.route)
         with self._lock:
             answer, data = self._lower(message)
         return message, answer, data
 
-    def _module(self, graph: CapturedGraph, answer: dict[str, Any], data: bytes) -> LoweredModule:
+    def _module(
+        self, graph: CapturedGraph | EncodedGraph, answer: dict[str, Any], data: bytes
+    ) -> LoweredModule:
         record = graph.record
         return LoweredModule(
             route=self.route,
@@ -142,8 +149,8 @@ class ProcessLowering:
         from vllm_neuron.lowering.graph_message import lowering_error
 
         index = answer["node"]
-        node = message.nodes[index] if index is not None else None
-        return lowering_error(bucket, node, answer["reason"], route=self.route)
+        origin = message.origins[index] if index is not None else None
+        return lowering_error(bucket, origin, answer["reason"], route=self.route)
 
     def _lower(self, message: GraphMessage) -> tuple[dict[str, Any], bytes]:
         """The module, or the node at fault and the reason."""

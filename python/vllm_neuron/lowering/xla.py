@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm_neuron.lowering.process import (
     ChildFailed,
@@ -22,7 +22,7 @@ from vllm_neuron.lowering.xla_worker import PROTOCOL
 
 if TYPE_CHECKING:
     from vllm_neuron.capture import CapturedGraph
-    from vllm_neuron.lowering.graph_message import GraphMessage
+    from vllm_neuron.lowering.graph_message import EncodedGraph, GraphMessage
     from vllm_neuron.lowering.module import LoweredModule
 
 __all__ = ["XlaLowering"]
@@ -56,6 +56,7 @@ class XlaLowering(ProcessLowering):
     """
 
     route = "XLA"
+    lowers_encoded_graphs = False
 
     def __init__(
         self, interpreter: XlaInterpreter, *, logger: logging.Logger, **options: Any
@@ -119,8 +120,10 @@ class XlaLowering(ProcessLowering):
         )
 
     def _attempt(
-        self, graph: CapturedGraph, bucket: str
+        self, graph: CapturedGraph | EncodedGraph, bucket: str
     ) -> tuple[GraphMessage, dict[str, Any], bytes]:
+        # `lowers_encoded_graphs` is off: what the worker's torch lacks is decomposed here.
+        graph = cast("CapturedGraph", graph)
         message, answer, data = super()._attempt(graph, bucket)
         if "missing" in answer:
             from vllm_neuron.lowering.decompositions import decompose
@@ -128,7 +131,7 @@ class XlaLowering(ProcessLowering):
             message, answer, data = super()._attempt(decompose(graph, answer["missing"]), bucket)
         if "missing" in answer:
             operator, reason = next(iter(answer["missing"].items()))
-            node = next(i for i, item in enumerate(message.nodes) if str(item.target) == operator)
+            node = next(i for i, item in enumerate(message.origins) if item.op == operator)
             answer = {"node": node, "reason": f"{reason}, and it has no decomposition"}
         return message, answer, data
 
@@ -141,7 +144,9 @@ class XlaLowering(ProcessLowering):
             )
         return found
 
-    def _module(self, graph: CapturedGraph, answer: dict[str, Any], data: bytes) -> LoweredModule:
+    def _module(
+        self, graph: CapturedGraph | EncodedGraph, answer: dict[str, Any], data: bytes
+    ) -> LoweredModule:
         self._logger.info(
             "PyTorch/XLA lowered %s: %d nodes in %.2f s, %.0f MiB at most in the worker",
             graph.bucket,

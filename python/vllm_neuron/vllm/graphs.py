@@ -12,7 +12,7 @@ from vllm_neuron.cache.compilation import CompilationCache
 from vllm_neuron.cache.precompile import PrecompileCache
 from vllm_neuron.cache.start_report import report_path
 from vllm_neuron.cache.tiers import COMPILATION_SHARE, PRECOMPILE_SHARE, tiers_of
-from vllm_neuron.compile_pool import default_workers
+from vllm_neuron.compile_pool import MOST_WORKERS, default_workers
 from vllm_neuron.compiler.arguments import HOST_TARGET
 from vllm_neuron.compiler.host import HostCompiler
 from vllm_neuron.device import Mode, compile_target
@@ -164,8 +164,19 @@ class CompiledExecution:
             workers=settings["NEURON_LIBTORCH_PARALLEL_COMPILE_WORKERS"] or default_workers(),
             logger=logger,
             report=report_path(settings.cache_root),
+            trace_workers=self._trace_workers(),
+            verifies_traces=settings["VLLM_NEURON_PRECOMPILE_VERIFY"],
             one_by_one=settings["NEURON_LIBTORCH_DISABLE_GRAPH_CAPTURE_BACKEND"],
         )
+
+    def _trace_workers(self) -> int:
+        settings = self._start.settings
+        if settings["VLLM_NEURON_DISABLE_PARALLEL_TRACE"]:
+            return 1
+        # What the driver makes of a fork of a process that has the device open is not known.
+        has_device = self._start.device_run is not None and self._runtime is not None
+        default = 1 if has_device else MOST_WORKERS
+        return settings["VLLM_NEURON_PARALLEL_TRACE_WORKERS"] or default
 
     def _make_compiler(self) -> Compiler:
         if self._start.device_run is not None:
