@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+from vllm_neuron.errors import ExecutionError
+from vllm_neuron.runtime.status import NrtStatus
 
 if TYPE_CHECKING:
     import torch
     from typing_extensions import Buffer
 
-    from vllm_neuron._core import NeffTensor
+    from vllm_neuron._core import Neff, NeffTensor
 
-__all__ = ["BoundModel", "DeviceTensor", "LoadedModel", "Runtime"]
+__all__ = ["BoundModel", "DeviceTensor", "LoadedModel", "NeffModel", "Runtime", "load_error"]
 
 
 class DeviceTensor(Protocol):
@@ -104,6 +108,72 @@ class LoadedModel(Protocol):
                 were to be updated in place may have lost their contents: using them raises too.
         """
         ...
+
+
+_Tensor = TypeVar("_Tensor")
+_Bound = TypeVar("_Bound", bound=BoundModel)
+
+
+class NeffModel(ABC, Generic[_Tensor, _Bound]):
+    """What every runtime's loaded model has; a `LoadedModel`.
+
+    Attributes:
+        inputs: name, dtype and shape of each input, in order, as the NEFF says.
+        outputs: name, dtype and shape of each output, in order.
+        aliases: output index to the index of the input that is updated in place.
+        bucket: the name of the bucket.
+    """
+
+    def __init__(self, neff: Neff, *, aliases: Mapping[int, int], bucket: str) -> None:
+        self.inputs: tuple[NeffTensor, ...] = tuple(neff.inputs)
+        self.outputs: tuple[NeffTensor, ...] = tuple(neff.outputs)
+        self.aliases = dict(aliases)
+        self.bucket = bucket
+        self._unbound: _Bound | None = None
+
+    @abstractmethod
+    def bind(self, fixed: Mapping[int, _Tensor]) -> _Bound:
+        """Fix the inputs with the given indices; see `LoadedModel.bind`."""
+
+    def execute(self, inputs: Sequence[_Tensor | torch.Tensor]) -> list[_Tensor]:
+        """Run the model once with all inputs given; see `LoadedModel.execute`."""
+        if self._unbound is None:
+            self._unbound = self.bind({})
+        return self._unbound.execute(inputs)
+
+    def check_bindable(self, index: int) -> None:
+        """Raise ExecutionError unless the model has an input of this index."""
+        if not 0 <= index < len(self.inputs):
+            raise self.bad_input(
+                f"input {index} cannot be bound, the model has {len(self.inputs)} inputs"
+            )
+
+    def check_count(self, arguments: Sequence[object], open_inputs: Sequence[int]) -> None:
+        """Raise ExecutionError unless there is one argument for each input that is not fixed."""
+        if len(arguments) != len(open_inputs):
+            names = ", ".join(self.inputs[index].name for index in open_inputs)
+            raise self.bad_input(
+                f"{len(arguments)} inputs given, expected {len(open_inputs)}: {names}"
+            )
+
+    def bad_input(self, reason: str) -> ExecutionError:
+        """Return the error for inputs that do not fit the model."""
+        return ExecutionError(
+            f"bucket {self.bucket}: {reason}",
+            bucket=self.bucket,
+            status=NrtStatus.EXEC_BAD_INPUT,
+            reason=reason,
+        )
+
+
+def load_error(bucket: str, reason: str) -> ExecutionError:
+    """Return the error for a NEFF that the runtime does not take."""
+    return ExecutionError(
+        f"bucket {bucket}: cannot load: {reason}",
+        bucket=bucket,
+        status=NrtStatus.INVALID,
+        reason=reason,
+    )
 
 
 class Runtime(Protocol):

@@ -19,6 +19,7 @@ from vllm_neuron.compiler.host_program import (
     HostManifest,
 )
 from vllm_neuron.errors import ExecutionError, NeffFormatError
+from vllm_neuron.runtime.base import NeffModel, load_error
 from vllm_neuron.runtime.host_tensor import DTYPES, HostTensor, check_argument, import_tensor
 from vllm_neuron.runtime.status import NrtStatus
 
@@ -92,7 +93,7 @@ class HostRuntime:
         """
         parsed = Neff.parse(neff, verify_hash=not is_verified, index=index)
         if parsed.target != HOST_TARGET:
-            raise _load_error(
+            raise load_error(
                 bucket,
                 f"the NEFF {parsed.name!r} is for target {parsed.target!r}; this is the host "
                 f"emulator, which runs only NEFFs of target {HOST_TARGET!r} (compiled under "
@@ -100,7 +101,7 @@ class HostRuntime:
             )
         manifest = _manifest(parsed, bucket=bucket)
         if dict(manifest.aliases) != dict(aliases):
-            raise _load_error(
+            raise load_error(
                 bucket,
                 f"the NEFF {parsed.name!r} aliases outputs to inputs {dict(manifest.aliases)}, "
                 f"expected {dict(aliases)}",
@@ -137,7 +138,7 @@ class HostRuntime:
                 module, manifest.options, module_format=module_format
             )
         except (xla_cpu.XlaError, NeffFormatError) as error:
-            raise _load_error(
+            raise load_error(
                 bucket, f"the module in the NEFF {neff.name!r} cannot be compiled: {error}"
             ) from error
         self._count("executables_rebuilt")
@@ -148,15 +149,8 @@ class HostRuntime:
             self.counters[name] += 1
 
 
-class HostModel:
-    """A loaded NEFF of the host emulator.
-
-    Attributes:
-        inputs: name, dtype and shape of each input, in order.
-        outputs: name, dtype and shape of each output, in order.
-        aliases: output index to the index of the input that is updated in place.
-        bucket: the name of the bucket.
-    """
+class HostModel(NeffModel["HostTensor", "HostBoundModel"]):
+    """A loaded NEFF of the host emulator; see `NeffModel`."""
 
     def __init__(
         self,
@@ -167,16 +161,12 @@ class HostModel:
         aliases: Mapping[int, int],
         bucket: str,
     ) -> None:
+        super().__init__(neff, aliases=aliases, bucket=bucket)
         self.runtime = runtime
         self.executable = executable
-        self.inputs: tuple[NeffTensor, ...] = tuple(neff.inputs)
-        self.outputs: tuple[NeffTensor, ...] = tuple(neff.outputs)
-        self.aliases = dict(aliases)
-        self.bucket = bucket
         self.result_handlers = [_result_handler(output) for output in self.outputs]
         self.output_types = [(tuple(output.shape), output.dtype) for output in self.outputs]
         self.sources = [self.aliases.get(index) for index in range(len(self.outputs))]
-        self._unbound: HostBoundModel | None = None
 
     def bind(self, fixed: Mapping[int, HostTensor]) -> HostBoundModel:
         """Fix the inputs with the given indices, as a rule the weights and the KV caches.
@@ -185,21 +175,6 @@ class HostModel:
             ExecutionError: an index, a shape or a dtype is not the model's.
         """
         return HostBoundModel(self, fixed)
-
-    def execute(self, inputs: Sequence[HostTensor | torch.Tensor]) -> list[HostTensor]:
-        """Run the model once with all inputs given; see `LoadedModel.execute`."""
-        if self._unbound is None:
-            self._unbound = self.bind({})
-        return self._unbound.execute(inputs)
-
-    def bad_input(self, reason: str) -> ExecutionError:
-        """Return the error for inputs that do not fit the model."""
-        return ExecutionError(
-            f"bucket {self.bucket}: {reason}",
-            bucket=self.bucket,
-            status=NrtStatus.EXEC_BAD_INPUT,
-            reason=reason,
-        )
 
 
 class HostBoundModel:
@@ -218,10 +193,7 @@ class HostBoundModel:
         self._model = model
         self._fixed: list[HostTensor | None] = [None] * len(model.inputs)
         for index, tensor in fixed.items():
-            if not 0 <= index < len(model.inputs):
-                raise model.bad_input(
-                    f"input {index} cannot be bound, the model has {len(model.inputs)} inputs"
-                )
+            model.check_bindable(index)
             self._check(tensor, index)
             self._fixed[index] = tensor
         updated = set(model.aliases.values())
@@ -234,11 +206,7 @@ class HostBoundModel:
     def execute(self, arguments: Sequence[HostTensor | torch.Tensor]) -> list[HostTensor]:
         """Run one step with the inputs that are not fixed, in order; see `LoadedModel.execute`."""
         model = self._model
-        if len(arguments) != len(self._open):
-            names = ", ".join(model.inputs[item.index].name for item in self._open)
-            raise model.bad_input(
-                f"{len(arguments)} inputs given, expected {len(self._open)}: {names}"
-            )
+        model.check_count(arguments, [item.index for item in self._open])
         for item, argument in zip(self._open, arguments, strict=True):
             if not item.fits(argument):
                 self._check(argument, item.index)
@@ -370,7 +338,7 @@ def _manifest(neff: Neff, *, bucket: str) -> HostManifest:
     try:
         return HostManifest.from_json(neff.member(MANIFEST_MEMBER))
     except (NeffFormatError, ValueError) as error:
-        raise _load_error(
+        raise load_error(
             bucket, f"the NEFF {neff.name!r} holds no program of the host emulator: {error}"
         ) from error
 
@@ -383,12 +351,3 @@ def _why_not_loadable(manifest: HostManifest) -> str | None:
     if manifest.cpu != xla_cpu.cpu_features():
         return "it was made for another processor"
     return None
-
-
-def _load_error(bucket: str, reason: str) -> ExecutionError:
-    return ExecutionError(
-        f"bucket {bucket}: cannot load: {reason}",
-        bucket=bucket,
-        status=NrtStatus.INVALID,
-        reason=reason,
-    )

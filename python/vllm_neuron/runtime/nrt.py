@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_neuron import _core
-from vllm_neuron._core import Neff, NeffTensor
+from vllm_neuron._core import Neff
 from vllm_neuron.errors import ExecutionError
+from vllm_neuron.runtime.base import NeffModel, load_error
 from vllm_neuron.runtime.nrt_tensor import NARROWED, DeviceMemory, NrtTensor, fit
 from vllm_neuron.runtime.status import NrtStatus
 from vllm_neuron.target import Target, expected_architecture
@@ -138,30 +139,30 @@ class NrtRuntime:
     def _check(self, neff: Neff, aliases: Mapping[int, int], bucket: str) -> None:
         architecture = expected_architecture(self.target, self.version)
         if neff.target != architecture:
-            raise _refused(
+            raise load_error(
                 bucket,
                 f"the NEFF {neff.name!r} is for {neff.target!r}, the device is {architecture!r} "
                 f"({self.target.name}); compile with --target {self.target.name}",
             )
         if neff.lnc_size != self.lnc:
-            raise _refused(
+            raise load_error(
                 bucket,
                 f"the NEFF {neff.name!r} is for logical cores of {neff.lnc_size} physical cores, "
                 f"the device has {self.lnc}: NEURON_LOGICAL_NC_CONFIG and --lnc must agree",
             )
         major = re.match(r"\d+", neff.compiler_version)
         if major is not None and int(major[0]) != self.major:
-            raise _refused(
+            raise load_error(
                 bucket,
                 f"the NEFF {neff.name!r} was made by neuronx-cc {neff.compiler_version}, and this "
                 f"is runtime {self.version}; they fit within one major version",
             )
         for output, source in aliases.items():
             if not (0 <= output < len(neff.outputs) and 0 <= source < len(neff.inputs)):
-                raise _refused(bucket, f"there is no output {output} or input {source} to alias")
+                raise load_error(bucket, f"there is no output {output} or input {source} to alias")
             updated, given = neff.outputs[output], neff.inputs[source]
             if (updated.dtype, updated.shape) != (given.dtype, given.shape):
-                raise _refused(
+                raise load_error(
                     bucket,
                     f"output {updated.name} {updated.dtype}{list(updated.shape)} cannot be in the "
                     f"memory of input {given.name} {given.dtype}{list(given.shape)}",
@@ -179,18 +180,11 @@ class NrtRuntime:
         }
         if set(told) != expected:
             difference = sorted(set(told) ^ expected)[:4]
-            raise _refused(bucket, f"runtime and NEFF disagree about the tensors {difference}")
+            raise load_error(bucket, f"runtime and NEFF disagree about the tensors {difference}")
 
 
-class NrtModel:
-    """A NEFF on the device; unloaded when nothing refers to it any more.
-
-    Attributes:
-        inputs: name, dtype and shape of each input, in order, as the NEFF says.
-        outputs: name, dtype and shape of each output, in order.
-        aliases: output index to the index of the input that is updated in place.
-        bucket: the name of the bucket.
-    """
+class NrtModel(NeffModel["NrtTensor", "NrtBoundModel"]):
+    """A NEFF on the device, unloaded when nothing refers to it any more; see `NeffModel`."""
 
     def __init__(
         self,
@@ -201,13 +195,9 @@ class NrtModel:
         aliases: Mapping[int, int],
         bucket: str,
     ) -> None:
+        super().__init__(neff, aliases=aliases, bucket=bucket)
         self.runtime = runtime
         self.handle = handle
-        self.inputs: tuple[NeffTensor, ...] = tuple(neff.inputs)
-        self.outputs: tuple[NeffTensor, ...] = tuple(neff.outputs)
-        self.aliases = dict(aliases)
-        self.bucket = bucket
-        self._unbound: NrtBoundModel | None = None
 
     def bind(self, fixed: Mapping[int, NrtTensor]) -> NrtBoundModel:
         """Fix the inputs with the given indices, as a rule the weights and the KV caches.
@@ -216,12 +206,6 @@ class NrtModel:
             ExecutionError: an index, a shape or a dtype is not the model's.
         """
         return NrtBoundModel(self, fixed)
-
-    def execute(self, inputs: Sequence[NrtTensor | torch.Tensor]) -> list[NrtTensor]:
-        """Run the model once with all inputs given; see `LoadedModel.execute`."""
-        if self._unbound is None:
-            self._unbound = self.bind({})
-        return self._unbound.execute(inputs)
 
 
 class NrtBoundModel:
@@ -237,10 +221,7 @@ class NrtBoundModel:
         self._input_set, self._output_set = library.tensor_set(), library.tensor_set()
         self._fixed = dict(fixed)
         for index, tensor in fixed.items():
-            if not 0 <= index < len(model.inputs):
-                raise self._bad_input(
-                    f"input {index} cannot be bound, the model has {len(model.inputs)} inputs"
-                )
+            model.check_bindable(index)
             self._check(tensor, index)
             self._input_set.add(model.inputs[index].name, tensor.memory.handle)
         self._open = [index for index in range(len(model.inputs)) if index not in fixed]
@@ -252,11 +233,7 @@ class NrtBoundModel:
     def execute(self, arguments: Sequence[NrtTensor | torch.Tensor]) -> list[NrtTensor]:
         """Run one step with the inputs that are not fixed, in order; see `LoadedModel.execute`."""
         model = self._model
-        if len(arguments) != len(self._open):
-            names = ", ".join(model.inputs[index].name for index in self._open)
-            raise self._bad_input(
-                f"{len(arguments)} inputs given, expected {len(self._open)}: {names}"
-            )
+        model.check_count(arguments, self._open)
         with self._lock:
             tensors = dict(self._fixed)
             to_update: dict[int, torch.Tensor] = {}
@@ -345,27 +322,10 @@ class NrtBoundModel:
             and spec.dtype in (found, *narrower)
         ):
             return
-        raise self._bad_input(
+        raise self._model.bad_input(
             f"input {index} ({spec.name}): expected {spec.dtype}{list(spec.shape)}, found "
             f"{found}{list(tensor.shape)}"
         )
-
-    def _bad_input(self, reason: str) -> ExecutionError:
-        return ExecutionError(
-            f"bucket {self._model.bucket}: {reason}",
-            bucket=self._model.bucket,
-            status=NrtStatus.EXEC_BAD_INPUT,
-            reason=reason,
-        )
-
-
-def _refused(bucket: str, reason: str) -> ExecutionError:
-    return ExecutionError(
-        f"bucket {bucket}: cannot load: {reason}",
-        bucket=bucket,
-        status=NrtStatus.INVALID,
-        reason=reason,
-    )
 
 
 def _for_bucket(error: ExecutionError, bucket: str, what: str) -> ExecutionError:
