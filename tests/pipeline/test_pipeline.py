@@ -238,7 +238,7 @@ def test_a_graph_without_a_key_is_served_and_not_kept(tmp_path, caplog, monkeypa
     def refuse(graph_module):
         raise GraphKeyError("node x cannot be keyed", node="x", type_name="X", reason="opaque")
 
-    monkeypatch.setattr("vllm_neuron.pipeline._core.graph_digest", refuse)
+    monkeypatch.setattr("vllm_neuron.trace_pool._core.graph_digest", refuse)
     for compilations in (2, 0):
         counted = counts(start(tmp_path))
         assert counted == {**EVERYTHING, "compilations": compilations}
