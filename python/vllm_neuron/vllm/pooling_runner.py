@@ -13,7 +13,7 @@ from vllm_neuron.errors import ConfigurationError
 from vllm_neuron.vllm.buckets import encode_label, prefill_label
 from vllm_neuron.vllm.model_runner import NeuronModelRunner
 from vllm_neuron.vllm.step import DecoderStep, EncoderStep
-from vllm_neuron.vllm.step_inputs import EncoderInputs
+from vllm_neuron.vllm.step_inputs import EncoderInputs, StepInputs
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -136,8 +136,12 @@ class PoolingModelRunner(NeuronModelRunner):
     def execute_padding(self) -> None:
         """Runs the smallest bucket on padding: a step of a rank that has no request."""
         size = self.buckets.prefill[0]
-        label = encode_label(size) if self.is_encoder else prefill_label(size)
-        self._call(label, self._bucket(label))
+        # Not the inputs of the bucket: they still name the blocks of its last request.
+        if self.is_encoder:
+            self._call(encode_label(size), EncoderInputs(size))
+        else:
+            padding = StepInputs(1, size, self.max_blocks, block_size=self.block_size)
+            self._call(prefill_label(size), padding)
 
     def _hidden_states(self, row: int, count: int) -> torch.Tensor:
         """Runs the next `count` tokens of one request; returns (count, hidden)."""
