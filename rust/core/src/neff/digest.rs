@@ -2,11 +2,11 @@
 //!
 //! Source: docs/neff-format.md, "Digest and uuid".
 
-use md5::{Digest, Md5};
-use sha2::Sha256;
+use sha2::{Digest, Sha256};
 
 use super::error::{Mismatch, NeffError};
 use super::header::{Header, PackageVersion};
+use super::md5::md5;
 
 /// Order of the digest's bytes in the header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,11 +25,6 @@ impl DigestOrder {
             Self::WordSwapped => "word-swapped",
         }
     }
-}
-
-/// MD5 of `bytes`.
-pub(super) fn md5(bytes: &[u8]) -> [u8; 16] {
-    Md5::digest(bytes).into()
 }
 
 /// `digest` with the bytes of each 32-bit word reversed.

@@ -15,6 +15,7 @@ mod features;
 mod header;
 mod index;
 mod manifest;
+mod md5;
 mod signature;
 mod stream;
 mod subgraph;

@@ -11,8 +11,8 @@ use thiserror::Error;
 use zerocopy::{IntoBytes, little_endian::U64};
 
 use super::archive::{Limits, is_plain_relative_path};
-use super::digest;
 use super::header::{HEADER_BYTES, NAME_BYTES, RawHeader};
+use super::md5::md5;
 use super::signature::Tensor;
 use super::stream::Compression;
 use super::subgraph::{self, ByteCount};
@@ -238,7 +238,7 @@ fn gzip(bytes: &[u8]) -> io::Result<Vec<u8>> {
 }
 
 fn header(name: &str, payload: &[u8]) -> RawHeader {
-    let digest = digest::md5(payload);
+    let digest = md5(payload);
     let mut raw = RawHeader::for_one_core();
     raw.data_size = U64::new(payload.len() as u64);
     if let Some(hash) = raw.hash.first_chunk_mut::<16>() {
