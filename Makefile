@@ -11,6 +11,7 @@ PORT ?=
 DEVICE ?=
 PYTEST_ARGS ?=
 FUZZ_SECONDS ?= 60
+BENCH_ARGS ?=
 
 unexport PYTHONSAFEPATH PYTHONPATH PYTHONHOME VIRTUAL_ENV
 export HF_HUB_OFFLINE := 1
@@ -20,7 +21,7 @@ export DO_NOT_TRACK := 1
 VENV := $(CURDIR)/.venv/bin
 TEST := OMP_NUM_THREADS=1 $(VENV)/python -m pytest
 
-.PHONY: help env xla-env demo test check lint rust nightly fuzz lock clean
+.PHONY: help env xla-env demo test check lint rust nightly fuzz bench lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 14
@@ -46,7 +47,7 @@ test: env xla-env lint rust ## everything: lint, Rust tests, Python tests with r
 	[[ $$serve_status =~ ^[05]$$ && $$quick_status =~ ^[05]$$ && $$serve_status$$quick_status != 55 ]]
 
 check: env xla-env lint rust ## the quick part of `make test`: no vLLM engine is started
-	$(TEST) -m 'not serve and not cases' $(PYTEST_ARGS)
+	TEST_SCALE=$${TEST_SCALE:-0.2} $(TEST) -m 'not serve and not cases' $(PYTEST_ARGS)
 
 lint: env ## formatters and linters, Rust and Python
 	cargo fmt --all --check
@@ -65,6 +66,10 @@ nightly: env ## the tests of keys, store and NEFF at 25 times their length (TEST
 fuzz: ## the fuzz targets, FUZZ_SECONDS each; needs a nightly toolchain and cargo-fuzz
 	for target in entry header neff archive graph; do \
 	cargo +nightly fuzz run --fuzz-dir rust/fuzz $$target -- -max_total_time=$(FUZZ_SECONDS) -rss_limit_mb=512; done
+
+bench: env ## keys, store and NEFF beside what others do (BENCH_ARGS='--json FILE NAME...'), see docs/benchmarks.md
+	@$(VENV)/python -m pip install --quiet --require-hashes --only-binary :all: --requirement requirements/bench.txt
+	@$(VENV)/python benches/compare/run.py $(BENCH_ARGS)
 
 lock: ## resolve requirements/*.in again (add UPGRADE=1 for newer versions)
 	$(PYTHON) -I scripts/lock.py --wheels '$(WHEELS)' $(if $(UPGRADE),--upgrade)

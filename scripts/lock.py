@@ -7,6 +7,7 @@ Writes, beside the `.in` files:
 * `no-deps.txt`: packages installed without the dependencies that they declare;
 * `runtime.txt`: all else that a server needs, closed under dependencies;
 * `dev.txt`: what tests, checks, build and demo need beyond that;
+* `bench.txt`: what `benches/compare` measures beside ours, for `make bench`;
 * `torch-cpu.txt`: a CPU build of torch, from a folder of wheels;
 * `torch-cuda.txt`: PyPI's build of torch and the CUDA libraries without which it does not import,
   for where no CPU build is at hand;
@@ -35,6 +36,7 @@ from urllib.request import url2pathname
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements"
+BENCH_LOCK = REQUIREMENTS / "bench.txt"
 XLA_LOCK = ROOT / "python" / "vllm_neuron" / "xla_environment.txt"
 HEADER = "# Written by scripts/lock.py from {source}; CPython 3.11, Linux x86-64.\n"
 TORCH = "torch==2.13.0"
@@ -114,6 +116,8 @@ def main() -> None:
         kept = [REQUIREMENTS / f"{n}.txt" for n in ("no-deps", "torch-cuda", "runtime", "dev")]
         keep = [] if options.upgrade else kept_versions(Path(folder), *kept)
         keep_xla = [] if options.upgrade else kept_versions(Path(folder), XLA_LOCK)
+        keep_bench = [] if options.upgrade else kept_versions(Path(folder), BENCH_LOCK)
+        bench = resolve([*keep_bench, "-r", str(REQUIREMENTS / "bench.in")], find_links=None)
         xla = resolve([*keep_xla, "-r", str(REQUIREMENTS / "xla.in")], find_links=None)
         bare = resolve(["--no-deps", "-r", no_deps], find_links=None)
         cpu = resolve(["--no-deps", f"{TORCH}+cpu"], find_links=wheels)
@@ -126,6 +130,7 @@ def main() -> None:
     cuda = {k: v for k, v in cuda.items() if WITH_CUDA.match(k)}
     write(REQUIREMENTS / "torch-cuda.txt", cuda, source="PyPI's torch and its CUDA libraries")
     write(REQUIREMENTS / "runtime.txt", served, source="runtime.in")
+    write(BENCH_LOCK, bench, source="bench.in")
     write(XLA_LOCK, xla, source="requirements/xla.in")
     extra = {k: v for k, v in checked.items() if k not in {*served, *bare, *cpu}}
     write(REQUIREMENTS / "dev.txt", extra, source="dev.in")

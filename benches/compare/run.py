@@ -3,8 +3,9 @@
     python benches/compare/run.py [--json FILE] [--entries N] [NAME...]
 
 NAME is one of key, small, large, put, many, neff, imports; all of them without one. Each row says
-how many times as long the reference takes, and the goal. Needs `requirements/bench.in` and a
-release build of the product. The exit status is 1 when a goal is missed.
+how many times as long the reference takes, and the goal. Needs `requirements/bench.txt` and a
+release build of the product, which `make bench` sees to. The exit status is 1 when a goal is
+missed.
 """
 
 from __future__ import annotations
