@@ -19,6 +19,7 @@ def test_attack(tmp_path):
     assert reader.is_alive(), "a plain reader waits"
     is_refused(store, "expected regular file, found FIFO")
     (aside,) = (path.parent.parent / "aside").iterdir()
-    with aside.open("wb"):
-        reader.join(10)
+    # The reader waits for somebody to open the FIFO for writing, and then for the end.
+    aside.open("wb").close()
+    reader.join(60)
     assert not reader.is_alive()

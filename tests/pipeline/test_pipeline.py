@@ -298,6 +298,36 @@ def test_a_new_process_with_another_hash_seed_is_warm_and_imports_no_tracer(tmp_
     assert warm["heavy"] == []
 
 
+def test_two_cold_starts_make_the_same_entries(tmp_path):
+    """What JAX finds out by compiling again: equal keys stand for equal work.
+
+    XLA:CPU writes machine code that differs from one compilation to the next; all else is equal,
+    byte for byte.
+    """
+    stores = []
+    for name in ("first", "second"):
+        assert counts(start(tmp_path / name)) == EVERYTHING
+        directories = sorted(path.parent for path in (tmp_path / name).rglob("v1"))
+        stores.append([_core.Store(str(directory)) for directory in directories])
+    compared = 0
+    for first, second in zip(*stores, strict=True):
+        keys = [(info.kind, info.key) for info in first.entries()]
+        assert sorted(keys) == sorted((info.kind, info.key) for info in second.entries())
+        for kind, key in keys:
+            one, other = first.get(kind, key), second.get(kind, key)
+            assert one.sections == other.sections or kind == "neff"
+            for section in one.sections:
+                if section not in ("neff", "index"):
+                    assert one.section(section) == other.section(section), (kind, section)
+                    compared += 1
+            if kind == "neff":
+                neffs = [_core.Neff.parse(entry.section("neff")) for entry in (one, other)]
+                for member, _ in neffs[0].members:
+                    same = neffs[0].member(member) == neffs[1].member(member)
+                    assert same or member == "host/executable.xla", member
+    assert compared > 10
+
+
 def test_several_cold_processes_compile_each_key_once(tmp_path):
     processes = [run_start(tmp_path) for _ in range(3)]
     total = [finish(process)[0]["counts"]["compilations"] for process in processes]

@@ -8,37 +8,52 @@ import time
 
 from tests.scale import scaled
 from tests.store.places import files_below, key_of, lock_of, path_of
-from tests.store.processes import finish, start
+from tests.store.processes import IN_REPOSITORY, finish, start
 from vllm_neuron import _core
 
-#: Keys in play; few, so that writers meet.
+#: Keys in play; few, so that writers meet. Every eighth has a large value.
 KEYS = 40
+#: Keys that nobody is told of: they are published as long unused, and evicted.
+UNUSED_FROM, UNUSED_TO = 1000, 1010
 #: Kills in all, over the two harness processes.
 KILLS = scaled(200)
 
 #: Forks writers and kills them at random times. Each writer locks a key, publishes it and, when
-#: that is acknowledged, writes the key's number to the file argv[2].
+#: that is acknowledged, writes the key's number to the file argv[2]; or it publishes an entry as
+#: one that nobody has used for long, or evicts those.
 HARNESS = """
-import hashlib, random, signal
-root, acknowledged, seed, kills, keys = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
+import random, signal
+from pathlib import Path
+from tests.store.places import key_of, path_of
+from tests.store.test_crash import KEYS, UNUSED_FROM, UNUSED_TO, content_of
+root, acknowledged, seed, kills = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
 rng = random.Random(seed)
 log = os.open(acknowledged, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-
-def content(key):
-    return bytes.fromhex(key) * (1 + int(key[:5], 16) % 60000)
 
 def write(seed):
     rng, store = random.Random(seed), _core.Store(root)
     while True:
-        number = rng.randrange(keys)
-        key = hashlib.sha256(number.to_bytes(8, "little")).hexdigest()
+        choice = rng.random()
+        if choice < 0.1:
+            store.evict(max_age_s=1000)
+            continue
+        if choice < 0.3:
+            number = rng.randrange(UNUSED_FROM, UNUSED_TO)
+            store.put("neff", key_of(number), {"neff": b"unused"})
+            try:
+                os.utime(path_of(Path(root), number), (1, 1))
+            except FileNotFoundError:
+                pass
+            continue
+        number = rng.randrange(KEYS)
+        key = key_of(number)
         lock = store.lock(key, note="crash test")
         if not lock.acquire(0.01):
             continue
         if rng.random() < 0.3:
             store.remove("neff", key)
             os.write(log, b"-%d\\n" % number)
-        elif store.put("neff", key, {"record": key.encode(), "neff": content(key)}):
+        elif store.put("neff", key, {"record": key.encode(), "neff": content_of(number)}):
             os.write(log, b"+%d\\n" % number)
         lock.release()
 
@@ -57,9 +72,11 @@ print("done")
 """
 
 
-def content_of(key: str) -> bytes:
-    """Return what the harness publishes under a key."""
-    return bytes.fromhex(key) * (1 + int(key[:5], 16) % 60000)
+def content_of(number: int) -> bytes:
+    """Return what the harness publishes under a key with a number: 16 MiB, or less than 2."""
+    key = bytes.fromhex(key_of(number))
+    size = 16 << 20 if number % 8 == 0 else 32 + 32 * (number * 7919 % 60_000)
+    return key * (size // 32)
 
 
 def test_old_leftovers_are_swept_and_young_ones_are_not(root):
@@ -93,14 +110,16 @@ def test_killed_writers_leave_nothing_but_sound_entries(store, root, tmp_path):
     """bugs C01, C10, C11."""
     acknowledged = tmp_path / "acknowledged"
     per_harness = KILLS // 4  # two writers are killed per round, in two harnesses
-    harnesses = [start(HARNESS, root, acknowledged, seed, per_harness, KEYS) for seed in (1, 2)]
+    harnesses = [
+        start(HARNESS, root, acknowledged, seed, per_harness, **IN_REPOSITORY) for seed in (1, 2)
+    ]
     rng, reads = random.Random(3), 0
     while any(harness.poll() is None for harness in harnesses):
-        key = key_of(rng.randrange(KEYS))
-        entry = store.get("neff", key)
+        number = rng.randrange(KEYS)
+        entry = store.get("neff", key_of(number))
         if entry is not None:
-            assert bytes(entry.section("neff")) == content_of(key)
-            assert bytes(entry.section("record")) == key.encode()
+            assert entry.section("neff") == content_of(number)
+            assert bytes(entry.section("record")) == key_of(number).encode()
             reads += 1
     assert [finish(harness) for harness in harnesses] == ["done\n"] * 2
 
@@ -118,7 +137,8 @@ def test_killed_writers_leave_nothing_but_sound_entries(store, root, tmp_path):
     for number in range(KEYS):
         assert store.lock(key_of(number)).acquire(0) is True
         assert not lock_of(root, number).exists()
-    entries = {path_of(root, number) for number in range(KEYS)}
+    numbers = [*range(KEYS), *range(UNUSED_FROM, UNUSED_TO)]
+    entries = {path_of(root, number) for number in numbers}
     assert set(files_below(root)) <= entries
 
 

@@ -204,6 +204,44 @@ def test_local_file_systems_are_mapped(tmp_path, kind):
 
 
 @needs_root
+def test_entries_of_a_container_image_are_read_replaced_and_evicted(tmp_path):
+    """The lower layer has entries, one of them damaged; nothing that happens changes it."""
+    tmp_path.chmod(0o700)
+    disk, lower, upper, work = (tmp_path / name for name in ("disk", "lower", "upper", "work"))
+    for directory in (disk, lower, upper, work):
+        directory.mkdir(mode=0o700)
+    image = _core.Store(str(lower / "store"))
+    contents = {number: bytes([number]) * 100_000 for number in range(20)}
+    for number, content in contents.items():
+        image.put("neff", key_of(number), {"neff": content})
+    damaged = path_of(lower / "store", 0)
+    damaged.chmod(0o600)
+    damaged.write_bytes(b"damaged")
+    before = {path: path.read_bytes() for path in files_below(lower)}
+    layers = f"lowerdir={lower},upperdir={upper},workdir={work}"
+    with mounted("-t", "overlay", "-o", layers, "overlay", at=disk):
+        store = _core.Store(str(disk / "store"))
+        held = {}
+        for number, content in contents.items():
+            entry = store.get("neff", key_of(number))
+            assert (entry is None) == (number == 0)
+            if entry is None:
+                assert store.put("neff", key_of(number), {"neff": content}) is True
+                entry = store.get("neff", key_of(number))
+            held[number] = entry.section("neff")
+            del entry
+        assert store.counters()["corrupt"] == store.counters()["published"] == 1
+        assert store.put("neff", key_of(1), {"neff": b"equal keys, equal work"}) is False
+        assert len(store.evict(max_size_bytes=0, min_age_s=0).removed) == 20
+        assert store.entries() == []
+        assert all(held[number] == content for number, content in contents.items())
+        assert store.put("neff", key_of(1), {"neff": b"again"}) is True
+        assert _core.Store(str(disk / "store")).get("neff", key_of(1)).section("neff") == b"again"
+        held.clear()
+    assert {path: path.read_bytes() for path in files_below(lower)} == before
+
+
+@needs_root
 def test_containers_with_equal_process_ids_share_a_store(root):
     """Two PID namespaces, both processes are number 1: they never hold one lock at a time."""
     work = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import platform
 import random
@@ -10,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from tests.store.tracing import Call, trace
 from vllm_neuron import _core
 
 #: How often the power is cut, and how many crash states are looked at.
-CUTS, STATES = scaled(3), scaled(10_000)
+CUTS, STATES = scaled(16), scaled(10_000)
 PAGE = 4096
 SECTIONS = {"record": b"{}", "neff": bytes(range(256)) * 40}
 
@@ -155,7 +154,7 @@ _OURS = """
 store, number = _core.Store(sys.argv[1] + "/store"), 0
 while True:
     key = f"{number:064x}"
-    store.put("neff", key, {"neff": key.encode() * 500})
+    store.put("neff", key, {"neff": key.encode() * 200})
     print(key, flush=True)
     number += 1
 """
@@ -164,7 +163,7 @@ folder, number = sys.argv[1], 0
 while True:
     key = f"{number:064x}"
     with open(f"{folder}/.tmp", "wb") as file:
-        file.write(key.encode() * 500)
+        file.write(key.encode() * 200)
     os.rename(f"{folder}/.tmp", f"{folder}/{key}")
     print(key, flush=True)
     number += 1
@@ -184,24 +183,31 @@ def mounted_image(image: Path, at: Path) -> Iterator[None]:
         subprocess.run(["umount", at], check=True)
 
 
-def cut(tmp_path: Path, code: str, seconds: float) -> tuple[list[str], Path]:
-    """Run a writer on a fresh file system, cut the power, return what it acknowledged."""
-    image, copy = tmp_path / "image", tmp_path / "copy"
+def cuts(tmp_path: Path, code: str, seconds: Iterable[float]) -> Iterator[list[str]]:
+    """Run a writer on a fresh file system and cut the power now and then, after so many seconds.
+
+    Each time the file system as it was is mounted at `after`; yields what had been acknowledged.
+    """
+    image, copy, log = tmp_path / "image", tmp_path / "copy", tmp_path / "log"
     with image.open("wb") as file:
-        file.truncate(64 << 20)
+        file.truncate(128 << 20)
     subprocess.run(["mkfs.ext4", "-q", "-F", image], check=True)
-    with mounted_image(image, tmp_path / "disk"):
-        log = (tmp_path / "log").open("w+")
-        writer = start(code, tmp_path / "disk", stdout=log)
-        time.sleep(seconds)
-        writer.send_signal(signal.SIGSTOP)
-        # What is in the log now was acknowledged before; what reached the device is in the copy.
-        acknowledged = (tmp_path / "log").read_text().split("\n")[:-1]
-        shutil.copyfile(image, copy)
-        writer.kill()
-        writer.wait(60)
-        log.close()
-    return acknowledged, copy
+    with mounted_image(image, tmp_path / "disk"), log.open("w") as out:
+        writer = start(code, tmp_path / "disk", stdout=out)
+        try:
+            for pause_s in seconds:
+                time.sleep(pause_s)
+                writer.send_signal(signal.SIGSTOP)
+                # What is in the log now was acknowledged before; what reached the device is in
+                # the copy.
+                acknowledged = log.read_text().split("\n")[:-1]
+                subprocess.run(["cp", "--sparse=always", image, copy], check=True)
+                writer.send_signal(signal.SIGCONT)
+                with mounted_image(copy, tmp_path / "after"):
+                    yield acknowledged
+        finally:
+            writer.kill()
+            writer.wait(60)
 
 
 needs_loop = pytest.mark.skipif(
@@ -218,7 +224,7 @@ def check_published(root: Path, acknowledged: list[str]) -> None:
     for key in acknowledged:
         entry = store.get("neff", key)
         assert entry is not None, f"{key} was acknowledged"
-        assert bytes(entry.section("neff")) == key.encode() * 500
+        assert bytes(entry.section("neff")) == key.encode() * 200
         del entry
     for info in store.entries():
         assert store.get("neff", info.key) is not None
@@ -228,23 +234,25 @@ def check_published(root: Path, acknowledged: list[str]) -> None:
 
 @needs_loop
 def test_power_cuts_lose_nothing_that_was_published(tmp_path):
-    total = 0
-    for number in range(CUTS):
-        acknowledged, copy = cut(tmp_path, _OURS, 1.2 + 0.37 * (number % 5))
-        total += len(acknowledged)
-        with mounted_image(copy, tmp_path / "after"):
+    generator, left = random.Random(1), CUTS
+    while left > 0:
+        count = min(left, 16)
+        # The journal is written each second: some cuts are before, some after, some within.
+        pauses = [1.0] + [generator.uniform(0.05, 0.6) for _ in range(count - 1)]
+        counts = []
+        for acknowledged in cuts(tmp_path, _OURS, pauses):
             check_published(tmp_path / "after" / "store", acknowledged)
-    assert total > 10 * CUTS
+            counts.append(len(acknowledged))
+        assert len(counts) == count
+        assert counts[-1] > 2 * count
+        left -= count
 
 
 @needs_loop
 def test_power_cuts_break_files_that_are_renamed_without_synchronisation(tmp_path):
     """The control: the way of torch's, JAX's and ccache's caches; else the test above is blind."""
-    for number in itertools.count():
-        assert number < 10, "no cut has shown the loss"
-        _, copy = cut(tmp_path, _UNSYNCED, 2.2)
-        with mounted_image(copy, tmp_path / "after"):
-            files = [path for path in (tmp_path / "after").iterdir() if len(path.name) == 64]
-            broken = [path for path in files if path.read_bytes() != path.name.encode() * 500]
-        if broken:
+    for _ in cuts(tmp_path, _UNSYNCED, [2.2] * 10):
+        files = [path for path in (tmp_path / "after").iterdir() if len(path.name) == 64]
+        if any(path.read_bytes() != path.name.encode() * 200 for path in files):
             return
+    raise AssertionError("no cut has shown the loss")

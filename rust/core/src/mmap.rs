@@ -94,3 +94,17 @@ impl AsRef<[u8]> for Mapping {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+
+    use super::is_local;
+
+    #[test]
+    fn file_systems_that_nobody_listed_are_not_local() {
+        // procfs is on no list, as NFS is not; its files change without a write.
+        assert!(!is_local(File::open("/proc/self").unwrap()));
+        assert!(is_local(File::open("/dev").unwrap()));
+    }
+}

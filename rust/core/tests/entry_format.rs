@@ -73,6 +73,19 @@ fn every_flipped_bit_is_found() {
 }
 
 #[test]
+fn every_flipped_bit_of_the_header_of_a_large_entry_is_found() {
+    let content = vec![7; 1 << 20];
+    let file = entry(&[("record", b"{}"), ("neff", &content)]);
+    let mut damaged = file.clone();
+    for bit in 0..8 * PAGE {
+        damaged[bit / 8] ^= 1 << (bit % 8);
+        assert!(EntryLayout::parse_all(&damaged).is_err(), "bit {bit}");
+        damaged[bit / 8] = file[bit / 8];
+    }
+    assert!(EntryLayout::parse_all(&damaged).is_ok());
+}
+
+#[test]
 fn every_truncation_and_extension_is_found() {
     let file = small_entry();
     for length in 0..file.len() {
