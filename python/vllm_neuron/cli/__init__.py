@@ -17,6 +17,10 @@ __all__ = ["main"]
 # is repeated here so that `--help` imports no command.
 _COMMANDS = {
     "cache": ("vllm_neuron.cli.cache:cache", "Look at and after the compile caches."),
+    "compare": (
+        "vllm_neuron.cli.compare:compare",
+        "Show where the routes differ from eager on a model.",
+    ),
     "doctor": (
         "vllm_neuron.cli.doctor:doctor",
         "Report what this machine has for a Neuron device.",
