@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from vllm_neuron.errors import ConfigurationError
+
 __all__ = ["loaded_runner", "prepare_process", "tokenize"]
 
 
@@ -45,7 +47,7 @@ def loaded_runner(model: str, options: Mapping[str, Any]) -> Iterator[Any]:
         options: arguments of vLLM's EngineArgs.
 
     Raises:
-        ConfigurationError: the plugin does not serve the model.
+        ConfigurationError: the plugin does not serve the model, or it generates no tokens.
     """
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
@@ -53,6 +55,13 @@ def loaded_runner(model: str, options: Mapping[str, Any]) -> Iterator[Any]:
 
     arguments = EngineArgs(model=model, use_tqdm_on_load=False, **options)
     config = arguments.create_engine_config()
+    if config.model_config.runner_type != "generate":
+        raise ConfigurationError(
+            f"{model} is a pooling model ({', '.join(config.model_config.architectures)}): what is "
+            "compared are the logits of the next token, and it has none.",
+            name="model",
+            value=model,
+        )
     executor = UniProcExecutor(config)
     try:
         with set_current_vllm_config(config):

@@ -109,6 +109,7 @@ class ComparisonSession:
         self._places = tapped_modules(runner.model, list(runner.layers))
         options: dict[str, Any] = {
             "block_size": runner.vllm_config.cache_config.block_size,
+            "return_logits": True,
             "return_hidden_states": True,
         }
         self._prefill = DecoderStep(runner.model, runner.layers, **options).eval()
