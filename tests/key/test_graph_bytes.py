@@ -192,6 +192,18 @@ REFUSED = {
                       "only plain tensors and graphs can be constants"),
     "sparse input": (lambda: graphs.two_ops(x=torch.ones(2).to_sparse()), "x", "torch.Tensor",
                      "only strided tensors have a canonical form"),
+    "nested constant": (
+        lambda: graphs.two_ops(constant=torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
+        "constant", "torch.Tensor", "only strided tensors have a canonical form",
+    ),
+    "text that is no Unicode": (
+        lambda: graphs.call(aten.add.Tensor, ("\ud800",)), "add_tensor", "str",
+        "a str with a lone surrogate is no Unicode text",
+    ),
+    "name that is no Unicode": (
+        lambda: graphs.call(aten.add.Tensor, ({"\ud800": 1},)), "add_tensor", "str",
+        "a str with a lone surrogate is no Unicode text",
+    ),
     "subclass as input": (
         lambda: graphs.two_ops(x=torch.ones(2).as_subclass(_Subclass)),
         "x", f"{__name__}._Subclass", "a tensor subclass has a meaning of its own",

@@ -24,7 +24,7 @@ impl<'py> Walk<'py> {
             let name = name.cast_into_exact::<PyString>().map_err(|error| {
                 self.refuse(&error.into_inner(), "only str can be a key of a dict")
             })?;
-            sorted.push((name.to_str()?.to_owned(), argument));
+            sorted.push((self.text(&name)?.to_owned(), argument));
         }
         sorted.sort_by(|(left, _), (right, _)| left.cmp(right));
         for (name, argument) in &sorted {
@@ -82,6 +82,13 @@ impl<'py> Walk<'py> {
         }
     }
 
+    /// The UTF-8 of a `str`; those with a lone surrogate have none.
+    fn text<'a>(&self, value: &'a Bound<'py, PyString>) -> PyResult<&'a str> {
+        value
+            .to_str()
+            .map_err(|_| self.refuse(value, "a str with a lone surrogate is no Unicode text"))
+    }
+
     /// Writes a value of one of Python's own scalar types; false if it is none.
     pub(super) fn scalar(&mut self, value: &Bound<'py, PyAny>) -> PyResult<bool> {
         if let Ok(value) = value.cast_exact::<PyInt>() {
@@ -93,7 +100,8 @@ impl<'py> Walk<'py> {
         } else if let Ok(value) = value.cast_exact::<PyFloat>() {
             self.tokens.float(value.value());
         } else if let Ok(value) = value.cast_exact::<PyString>() {
-            self.tokens.str(value.to_str()?);
+            let text = self.text(value)?;
+            self.tokens.str(text);
         } else if let Ok(value) = value.cast_exact::<PyComplex>() {
             self.tokens.complex(value.real(), value.imag());
         } else if let Ok(value) = value.cast_exact::<PyBytes>() {

@@ -99,7 +99,8 @@ impl<'py> Walk<'py> {
 
     fn read_spec(&mut self, tensor: &Bound<'py, PyAny>) -> PyResult<Spec> {
         let layout = tensor.getattr(intern!(self.py, "layout"))?;
-        if !layout.is(&self.torch.strided) {
+        // A nested tensor calls itself strided and has neither sizes nor strides.
+        if !layout.is(&self.torch.strided) || tensor.getattr("is_nested")?.is_truthy()? {
             return Err(self.refuse(tensor, "only strided tensors have a canonical form"));
         }
         let dtype = tensor.getattr(intern!(self.py, "dtype"))?;
