@@ -218,7 +218,7 @@ fn oldest(files: &mut [Candidate], excess: u64) -> usize {
         // With one file left, `middle` is 0: it goes whole.
         let (older, younger) = files.split_at_mut(middle.max(1));
         let older_bytes = sum(older);
-        if older_bytes > excess && older.len() > 1 {
+        if older_bytes >= excess && older.len() > 1 {
             files = older;
         } else {
             excess = excess.saturating_sub(older_bytes);
@@ -248,6 +248,13 @@ mod tests {
             size_bytes,
             last_use: SystemTime::UNIX_EPOCH + Duration::from_secs(last_use),
         }
+    }
+
+    #[test]
+    fn what_has_no_bytes_does_not_go_with_the_last_that_has_to() {
+        let sizes = [8, 8, 0, 0, 0, 0, 0, 0];
+        let ages = (0_u64..).zip(sizes).enumerate().map(candidate);
+        assert_eq!(oldest(&mut ages.collect::<Vec<_>>(), 16), 2);
     }
 
     proptest! {
