@@ -60,7 +60,7 @@ rust: ## Rust tests, by nextest where it is installed
 	else set -x; cargo test --locked --workspace; fi
 
 nightly: env ## the tests of keys, store and NEFF at 25 times their length (TEST_SCALE=number)
-	PROPTEST_CASES=$${PROPTEST_CASES:-1000000} cargo test --locked --release --package vllm-neuron-core
+	PROPTEST_CASES=$${PROPTEST_CASES:-1000000} cargo test --locked --release --no-fail-fast --package vllm-neuron-core
 	TEST_SCALE=$${TEST_SCALE:-25} $(TEST) tests/key tests/store tests/neff tests/attacks $(PYTEST_ARGS)
 
 fuzz: ## the fuzz targets, FUZZ_SECONDS each; needs a nightly toolchain and cargo-fuzz

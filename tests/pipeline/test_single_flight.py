@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.pipeline.flight_process import answer, calls, run
+from tests.scale import scaled
 from vllm_neuron import _core
 
 
@@ -118,6 +119,20 @@ def test_a_failure_reaches_every_waiter_and_no_later_start_d04(tmp_path):
     again, _ = answer(run({"root": str(tmp_path), "keys": ["b"]}))
     assert again["found"]["b"]["hit"] is False
     assert len(calls(tmp_path)) == 2
+
+
+def test_failures_are_never_kept_and_nobody_hangs_on_them(tmp_path):
+    """Four processes race for keys whose compilation fails at once."""
+    names = [f"b{number}" for number in range(scaled(50))]
+    task = {"root": str(tmp_path), "keys": names, "seconds": 0.01, "failure": "no", "threads": 2}
+    for process in [run(task) for _ in range(4)]:
+        found = answer(process)[0]["found"]
+        assert {found[name]["class"] for name in names} == {"CompileError"}
+    # Each key was tried, by one process for those that waited or by each that came too late.
+    tried = [call["key"] for call in calls(tmp_path)]
+    assert set(tried) == set(names)
+    assert len(tried) <= 4 * len(names)
+    assert _core.Store(str(tmp_path / "cache")).entries() == []
 
 
 def test_the_node_runs_as_many_compilers_as_it_may_t17(tmp_path):
