@@ -64,8 +64,9 @@ nightly: env ## the tests of keys, store and NEFF at 25 times their length (TEST
 	TEST_SCALE=$${TEST_SCALE:-25} $(TEST) tests/key tests/store tests/neff tests/attacks $(PYTEST_ARGS)
 
 fuzz: ## the fuzz targets, FUZZ_SECONDS each; needs a nightly toolchain and cargo-fuzz
-	for target in entry header neff archive graph; do \
-	cargo +nightly fuzz run --fuzz-dir rust/fuzz $$target -- -max_total_time=$(FUZZ_SECONDS) -rss_limit_mb=512; done
+	for target in entry header neff archive graph; do mkdir -p rust/fuzz/found/$$target; \
+	cargo +nightly fuzz run --fuzz-dir rust/fuzz $$target rust/fuzz/found/$$target rust/fuzz/corpus/$$target \
+	-- -max_total_time=$(FUZZ_SECONDS) -rss_limit_mb=512; done
 
 bench: env ## keys, store and NEFF beside what others do (BENCH_ARGS='--json FILE NAME...'), see docs/benchmarks.md
 	@$(VENV)/python -m pip install --quiet --require-hashes --only-binary :all: --requirement requirements/bench.txt

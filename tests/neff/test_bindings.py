@@ -51,9 +51,14 @@ def test_map_of_a_file_is_read_in_place(tmp_path):
         del neff
 
 
-def test_writable_buffer_is_copied():
+@pytest.mark.parametrize(
+    "view",
+    [lambda buffer: buffer, memoryview, lambda buffer: memoryview(buffer).toreadonly()[:]],
+    ids=["bytearray", "view", "read-only view"],
+)
+def test_writable_buffer_is_copied(view):
     buffer = bytearray(SOUND)
-    neff = _core.Neff.parse(buffer)
+    neff = _core.Neff.parse(view(buffer))
     buffer[:] = bytes(len(buffer))
     buffer.clear()
     assert neff.member("extra") == b"content"

@@ -4,12 +4,15 @@ use std::slice;
 
 use pyo3::buffer::PyUntypedBuffer;
 use pyo3::exceptions::PyBufferError;
+use pyo3::intern;
 use pyo3::prelude::*;
+use pyo3::types::PyMemoryView;
 
 /// The bytes of a Python buffer.
 ///
-/// A read-only buffer (`bytes`, a read-only `memoryview` or map) is used in place and kept alive;
-/// a writable one is copied, so that what was checked cannot change afterwards.
+/// A read-only buffer (`bytes`, a view or map of what is read-only) is used in place and kept
+/// alive; a writable one is copied, so that what was checked cannot change afterwards, and so is a
+/// read-only `memoryview` of a writable object.
 pub(crate) enum SharedBytes {
     /// A read-only buffer, borrowed from its exporter.
     Borrowed(PyUntypedBuffer),
@@ -26,7 +29,7 @@ impl SharedBytes {
                 "expected a C-contiguous buffer, found a strided one: pass bytes(view) instead",
             ));
         }
-        let read_only = buffer.readonly();
+        let read_only = buffer.readonly() && !is_view_of_writable(object)?;
         let borrowed = Self::Borrowed(buffer);
         Ok(if read_only {
             borrowed
@@ -34,6 +37,15 @@ impl SharedBytes {
             Self::Copied(borrowed.as_ref().to_vec())
         })
     }
+}
+
+/// Whether `object` is a `memoryview` of something that can still be written to.
+fn is_view_of_writable(object: &Bound<'_, PyAny>) -> PyResult<bool> {
+    if !object.is_instance_of::<PyMemoryView>() {
+        return Ok(false);
+    }
+    let exporter = object.getattr(intern!(object.py(), "obj"))?;
+    Ok(!PyUntypedBuffer::get(&exporter)?.readonly())
 }
 
 impl AsRef<[u8]> for SharedBytes {
