@@ -1,6 +1,6 @@
 """Serve tiny models of real architectures and compare their answers with transformers.
 
-    python tests/run_models.py [--route native|cpu] [--dtype float32|bfloat16] [--table FILE]
+    python tests/run_models.py [--route native|xla|cpu] [--dtype float32|bfloat16] [--table FILE]
                                [--json FILE] [NAME...]
 
 Every model of `architectures` gets a random float32 checkpoint, an engine of vLLM in a process of
@@ -43,7 +43,7 @@ TOKENS = 64
 CHUNK = 512
 """Tokens per step, the least that Neuron has for chunks: a longer prompt takes two."""
 
-_ROUTES = {"native": HOST, "cpu": CPU_MODE}
+_ROUTES = {"native": HOST, "xla": {"VLLM_NEURON_BACKEND": "vllm_neuron"}, "cpu": CPU_MODE}
 OPTIONS = {
     "max_model_len": 768,
     "max_num_batched_tokens": CHUNK,

@@ -155,9 +155,20 @@ class _Processes:
         waiting, unanswered = list(waiting), []
         while waiting or self._running:
             while waiting and len(self._running) < self._workers:
-                process = _Process(waiting[0], self._specs[waiting.pop(0)], self._route)
+                try:
+                    process = _Process(waiting[0], self._specs[waiting[0]], self._route)
+                except OSError as error:
+                    logger.warning(
+                        "What is left is traced in this process, it cannot be forked: %s", error
+                    )
+                    unanswered += waiting
+                    waiting = []
+                    break
+                del waiting[0]
                 self._running.append(process)
                 self._selector.register(process.stream, selectors.EVENT_READ, process)
+            if not self._running:
+                break
             nearest = min(process.started for process in self._running) + self._patience_s
             for key, _ in self._selector.select(max(0.0, nearest - time.monotonic())):
                 process = key.data
@@ -202,7 +213,12 @@ class _Process:
         self._spec = spec
         self._data = bytearray()
         reading, writing = os.pipe()
-        self._pid = os.fork()
+        try:
+            self._pid = os.fork()
+        except OSError:
+            os.close(reading)
+            os.close(writing)
+            raise
         if self._pid == 0:
             _be_a_process(spec, route, writing)
         os.close(writing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -117,6 +118,28 @@ def test_a_process_that_hangs_is_killed(caplog, monkeypatch):
         "b5 and what is left are traced in this process: a tracing process gave no answer in 1 s"
         in lines(caplog)
     )
+
+
+def test_without_memory_for_a_fork_this_process_goes_on(caplog, monkeypatch):
+    def fork() -> int:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(os, "fork", fork)
+    before = set(Path("/proc/self/fd").iterdir())
+    found = dict(trace_all(specs(PlusOne()), workers=2, route="native", logger=logger))
+    assert sorted(found) == [0, 1, 2, 3]
+    assert all(isinstance(item, Traced) for item in found.values())
+    (line,) = (line for line in lines(caplog) if "forked" in line)
+    assert line == (
+        "What is left is traced in this process, it cannot be forked: "
+        "[Errno 12] Cannot allocate memory"
+    )
+    assert set(Path("/proc/self/fd").iterdir()) == before
+
+
+class PlusOne(nn.Module):
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows + 1
 
 
 class Breaking(nn.Module):

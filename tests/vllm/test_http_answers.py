@@ -32,27 +32,43 @@ def prompts(vocabulary: int) -> list[list[int]]:
     return [[source.randrange(6, vocabulary) for _ in range(length)] for length in lengths]
 
 
-@pytest.fixture(params=["llama", "qwen3", "mixtral", "gemma3", "gpt_oss", "deepseek_v3", "smollm2"])
-def model(request, checkpoint):
-    """Return a checkpoint's folder and the size of its vocabulary.
+NATIVE, XLA = "neuron_native", "vllm_neuron"
+
+
+@pytest.fixture(
+    params=[
+        *((name, NATIVE) for name in ("qwen3", "mixtral", "gemma3", "gpt_oss", "deepseek_v3")),
+        ("smollm2", NATIVE),
+        *((name, XLA) for name in ("llama", "mixtral")),
+    ],
+    ids="-".join,
+)
+def served(request, checkpoint):
+    """Return a checkpoint's folder, the size of its vocabulary and the route.
 
     One of each kind; `tests/run_models.py` has them all.
     """
-    if request.param == "smollm2":
+    name, route = request.param
+    if name == "smollm2":
         from demo.checkpoint import smollm2
 
-        return smollm2(), 49152
-    return checkpoint(request.param), models.VOCABULARY_SIZE
+        return smollm2(), 49152, route
+    return checkpoint(name), models.VOCABULARY_SIZE, route
 
 
-def test_concurrent_alone_and_transformers_agree(model, tmp_path):
-    folder, vocabulary = model
+def test_concurrent_alone_and_transformers_agree(served, tmp_path):
+    folder, vocabulary, route = served
     asked = prompts(vocabulary)
     options = {"max_tokens": TOKENS, "ignore_eos": True, "return_token_ids": True}
     bodies = [{"prompt": prompt, **options} for prompt in asked]
     arguments = ("--dtype", "float32", *ARGUMENTS)
     with Server(
-        folder, cache_root=tmp_path / "cache", folder=tmp_path, arguments=arguments, fork=True
+        folder,
+        cache_root=tmp_path / "cache",
+        folder=tmp_path,
+        arguments=arguments,
+        environment={"VLLM_NEURON_BACKEND": route},
+        fork=True,
     ) as server:
         together = [a["choices"][0]["token_ids"] for a in server.complete_all(bodies)]
         alone = [server.complete(**body)["choices"][0]["token_ids"] for body in bodies]
