@@ -85,6 +85,24 @@ def test_show_of_no_or_several_entries(root):
     )
 
 
+def test_diff_compares_two_keys_factor_by_factor(root):
+    store = _core.Store(str(root / "neuron" / "compile_cache"))
+    factors = {"graph": "ab", "level": 1, "evil\x1b[31m": 1}
+    store.put("neff", key(3), {"factors": json.dumps(factors).encode(), "neff": NEFF})
+    store.put("neff", key(4), {"neff": NEFF})
+    expected = [r"evil\x1b[31m was null, is 1", "level was 2, is 1"]
+    assert run("diff", "02", "03", "--root", str(root)).output.splitlines() == expected
+    as_json = run("diff", "03", "02", "--json", "--root", str(root)).output
+    assert json.loads(as_json)[1] == "level was 1, is 2"
+    assert run("diff", "02", key(2), "--root", str(root)).output == "no factor differs\n"
+    for other, problem in (
+        ("77", "no entry 77"),
+        ("01", "02 is of kind neff, 01 of kind trace"),
+        ("04", f"the entry {key(4)[:32]} has no factors"),
+    ):
+        assert problem in run("diff", "02", other, "--root", str(root), code=1).output
+
+
 def test_why_explains_the_last_start(root):
     nothing = run("why", "--root", str(root), code=1).output
     assert f"no start has left a report at {root}/neuron/last_start.json" in nothing
@@ -274,6 +292,7 @@ def test_root_and_directory_exclude_each_other(root):
         ("gc", "--max-age", "1d"),
         ("why",),
         ("show", "02"),
+        ("diff", "02", "02"),
         ("verify",),
         ("path",),
         ("promote", "--to", "shared"),

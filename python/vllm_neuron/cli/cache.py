@@ -77,11 +77,7 @@ def ls(*, caches: Caches, as_json: bool) -> None:
 @place_options
 def show(*, caches: Caches, key: str, as_json: bool, unpack: Path | None) -> None:
     """Show one entry: what it holds, what it was made for, the factors of its key."""
-    found = caches.of_keys([key])
-    if len(found) > 1:
-        names = ", ".join(info.key[:_KEY_DIGITS] for _, info in found[:4])
-        raise click.ClickException(f"{key} is the beginning of several keys: {names}")
-    store, info = found[0]
+    store, info = _one(caches, key)
     entry = store.get(info.kind, info.key)
     print_problems(store)
     if entry is None:
@@ -105,6 +101,36 @@ def show(*, caches: Caches, key: str, as_json: bool, unpack: Path | None) -> Non
         click.echo(f"section   {name}: {size(length)}")
     for name, value in (row["factors"] or {}).items():
         click.echo(f"factor    {printable(name)}: {_shortened(value)}")
+
+
+@cache.command()
+@click.argument("first", metavar="KEY")
+@click.argument("second", metavar="KEY")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON array.")
+@place_options
+def diff(*, caches: Caches, first: str, second: str, as_json: bool) -> None:
+    """Compare the keys of two entries of one kind, factor by factor."""
+    from vllm_neuron.cache.keys import differing_factors
+
+    (_, old), (_, new) = found = [_one(caches, key) for key in (first, second)]
+    if old.kind != new.kind:
+        raise click.ClickException(
+            f"{first} is of kind {old.kind}, {second} of kind {new.kind}: they have other factors"
+        )
+    factors = []
+    for store, info in found:
+        entry = store.get(info.kind, info.key, verify=["factors"])
+        known = _json_of(entry, "factors") if entry is not None else None
+        if known is None:
+            print_problems(store)
+            raise click.ClickException(f"the entry {info.key[:_KEY_DIGITS]} has no factors")
+        factors.append(known)
+    differences = differing_factors(*factors)
+    if as_json:
+        click.echo(json.dumps(differences, indent=2))
+        return
+    for difference in differences or ["no factor differs"]:
+        click.echo(printable(difference))
 
 
 @cache.command()
@@ -180,6 +206,14 @@ def _file_name(entry: _core.Entry, section: str) -> str:
     # Section names are printable ASCII, so a slash could be in one.
     name = section.replace("/", "_")
     return _FILE_NAMES.get(section, f"section-{name}").format(key=entry.key[:_KEY_DIGITS])
+
+
+def _one(caches: Caches, key: str) -> tuple[_core.Store, _core.EntryInfo]:
+    found = caches.of_keys([key])
+    if len(found) > 1:
+        names = ", ".join(info.key[:_KEY_DIGITS] for _, info in found[:4])
+        raise click.ClickException(f"{key} is the beginning of several keys: {names}")
+    return found[0]
 
 
 def _describe(store: _core.Store, info: _core.EntryInfo) -> dict[str, Any]:
