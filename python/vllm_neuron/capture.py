@@ -307,12 +307,15 @@ def _assemble(
     outputs = produced[: len(mutated)]
     user_outputs = produced[len(mutated) : len(mutated) + len(metadata.output_info)]
     position: dict[int, int] = {}
+    returned: list[int] = []
 
     def leaf(value: Any) -> list[Any]:
         if isinstance(value, torch.Tensor):
-            return ["input", _input_index(value, graph, trace, inputs, names, bucket)]
+            returned.append(_input_index(value, graph, trace, inputs, names, bucket))
+            return ["input", returned[-1]]
         info = metadata.output_info[value.index]
         if info.output_type is OutputType.is_input:
+            returned.append(info.base_idx)
             return ["input", info.base_idx]
         produced_value = user_outputs[value.index]
         if not isinstance(produced_value, torch.fx.Node):
@@ -323,6 +326,15 @@ def _assemble(
         return ["output", position[value.index]]
 
     result = _result_tree(trace.result, leaf, bucket)
+    if not outputs:
+        if not returned:
+            raise refusal(
+                bucket,
+                "Cannot compile a module that has no output",
+                "Return a tensor, or update an input in place.",
+            )
+        # A graph has an output, even if all that the step returns are its inputs.
+        outputs.append(graph.find_nodes(op="placeholder")[returned[0]])
     graph.output_node().args = (tuple(outputs),)
     finish_decomposition(graph)
     graph.eliminate_dead_code()

@@ -56,7 +56,7 @@ class ConfigurationError(NeuronError, ValueError):
     """A variable or option has a value that cannot be served. Attributes: `name`, `value`."""
 
 
-class CaptureError(NeuronError):
+class CaptureError(NeuronError, ValueError):
     """A step function is not one static graph. Attributes: `bucket`, `reason`, `source`.
 
     `source` is `file:line` of the model, or None.

@@ -413,7 +413,10 @@ class Pipeline:
         )
         for name, cache in (("traces", self._precompile), ("NEFFs", self._compilation)):
             tiers = cache.tiers if cache is not None else None
-            if tiers is not None and tiers.remote is not None:
+            if tiers is None:
+                continue
+            tiers.warn_of_lost()
+            if tiers.remote is not None:
                 hits, misses = (tiers.requests["remote", result] for result in ("hit", "miss"))
                 self._logger.info(
                     "Remote cache %s: remote hit %d/%d (%s)",

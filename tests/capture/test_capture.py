@@ -241,6 +241,21 @@ def test_dynamic_dimension_is_refused():
     assert "dimension 1 of input args[0] is dynamic" in error.reason
 
 
+@pytest.mark.parametrize("result", [None, 3])
+def test_a_step_without_an_output_is_refused(result):
+    """Spec LP-6: and as a ValueError."""
+    error = refusal(lambda x: result, torch.ones(3))
+    assert isinstance(error, ValueError)
+    assert "Cannot compile a module that has no output" in str(error)
+
+
+def test_a_step_that_returns_its_input_has_a_graph_with_an_output():
+    """bugs B13."""
+    captured = capture(Returns(lambda x, y: (y, 7)), (torch.ones(3), torch.ones(2)), bucket="b")
+    assert [spec.shape for spec in captured.record.outputs] == [(2,)]
+    assert captured.record.aliases == {}
+
+
 def test_computed_tensor_in_an_attribute_is_refused():
     class Stash(nn.Module):
         def forward(self, x):

@@ -251,12 +251,19 @@ class Identity(nn.Module):
         return x, x.view(-1)
 
 
+class Nothing(nn.Module):
+    """Not a single tensor operation."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
 class Constant(nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
         return x + 0, 7
 
 
-@pytest.mark.parametrize("step", [Identity(), Constant()])
+@pytest.mark.parametrize("step", [Identity(), Nothing(), Constant()])
 def test_a_trivial_graph_is_no_miss_each_time_b13(tmp_path, step):
     run(tmp_path, step)
     counters = run(tmp_path, step)

@@ -1,4 +1,4 @@
-"""Metrics of a start: what a pipeline leaves and what Prometheus reads."""
+"""Metrics: what a pipeline leaves, what a worker counts, and what Prometheus reads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from types import SimpleNamespace
 from prometheus_client import CollectorRegistry, generate_latest
 
 from tests.pipeline.step_modules import CachedProjection, build, make_pipeline
-from vllm_neuron.vllm.metrics import StartCollector, samples_of, write_samples
+from vllm_neuron.vllm.metrics import (
+    NeuronCollector,
+    count_steps,
+    samples_of,
+    worker_samples,
+    write_samples,
+)
 
 START = SimpleNamespace(
     route=SimpleNamespace(
@@ -18,7 +24,7 @@ START = SimpleNamespace(
 
 def metrics(directory) -> dict[str, float]:
     registry = CollectorRegistry()
-    registry.register(StartCollector(str(directory)))
+    registry.register(NeuronCollector(str(directory)))
     lines = generate_latest(registry).decode().splitlines()
     return {
         name: float(value)
@@ -81,3 +87,54 @@ def test_a_directory_that_is_gone_costs_the_metrics_only(tmp_path, caplog):
     write_samples(str(tmp_path / "gone" / "start"), 0, [("compile_cache_wait_seconds", {}, 1.0)])
     assert "The metrics of the start are not in /metrics" in caplog.text
     assert metrics(tmp_path / "gone" / "start") == {}
+
+
+def test_what_a_worker_knows_of_its_start(tmp_path):
+    pipeline = make_pipeline(tmp_path / "a")
+    build(pipeline, CachedProjection())
+    samples = worker_samples(pipeline, model_name="m", startup_s=9.5, load_s=1.5, model_bytes=4096)
+    write_samples(str(tmp_path), 0, samples)
+    found = metrics(tmp_path)
+    ready = {
+        bucket: found.pop(
+            f'vllm_neuron:compilation_time_seconds{{bucket_name="{bucket}",model_name="m"}}'
+        )
+        for bucket in ("batch2", "batch4")
+    }
+    done = pipeline.counters
+    work = done.trace_s + done.lower_s + done.compile_s + done.load_s
+    assert abs(sum(ready.values()) - work) < 1e-9
+    assert found == {
+        'vllm_neuron:startup_time_seconds{model_name="m"}': 9.5,
+        'vllm_neuron:model_load_time_seconds{model_name="m"}': 1.5,
+        'vllm_neuron:model_load_size_bytes{model_name="m"}': 4096.0,
+    }
+
+
+def test_steps_and_their_padding_are_counted_at_once(tmp_path):
+    buckets = ["prefill_s128", "decode_b8"]
+    ranks = [count_steps(str(tmp_path), rank, model_name="m", buckets=buckets) for rank in range(2)]
+    for padding in (0, 1, 2, 7, 129):
+        ranks[0].count("decode_b8", padding)
+    ranks[1].count("decode_b8", 2)
+    ranks[0].count("prefill_s128", 100)
+    found = metrics(tmp_path)
+    seqs = 'vllm_neuron:num_seqs_padding_%s{bucket_name="decode_b8",%smodel_name="m"}'
+    below = {"1.0": 2, "2.0": 4, "4.0": 4, "8.0": 5, "16.0": 5, "64.0": 5, "128.0": 5, "+Inf": 6}
+    assert {bound: found[seqs % ("bucket", f'le="{bound}",')] for bound in below} == below
+    assert (found[seqs % ("sum", "")], found[seqs % ("count", "")]) == (141.0, 6.0)
+    tokens = 'vllm_neuron:num_batched_tokens_padding_bucket{bucket_name="prefill_s128",le="%s",%s'
+    bounds = [2.0**power for power in range(5, 15)]
+    assert [found[tokens % (bound, 'model_name="m"}')] for bound in bounds] == [0, 0] + [1] * 8
+    runs = 'vllm_neuron:neff_execution_count_total{bucket_name="%s",model_name="m"}'
+    assert [found[runs % bucket] for bucket in buckets] == [1.0, 6.0]
+    # A start that replaces its file begins at 0; a file of other buckets is not read.
+    count_steps(str(tmp_path), 1, model_name="m", buckets=buckets)
+    assert metrics(tmp_path)[runs % "decode_b8"] == 5.0
+    (tmp_path / "steps1").write_bytes(bytes(8))
+    assert metrics(tmp_path)[runs % "decode_b8"] == 5.0
+
+
+def test_steps_without_a_directory_cost_the_metrics_only(tmp_path, caplog):
+    assert count_steps(str(tmp_path / "a" / "b"), 0, model_name="m", buckets=["decode_b1"]) is None
+    assert "The steps of the server are not in /metrics" in caplog.text

@@ -37,7 +37,9 @@ class EntryStore:
         self._name = name
         self._logger = logger
         self._store = _core.Store(str(root))
-        self._write_failure: str | None = None
+        #: Why the last entry could not be written, if one could not.
+        self.write_failure: str | None = None
+        self._said: set[str] = set()
 
     def get(self, kind: str, key: str) -> _core.Entry | None:
         """Look an entry up; None is a miss, whatever its reason."""
@@ -54,12 +56,16 @@ class EntryStore:
             return is_new
         except (OSError, StoreError) as error:
             # Every further write fails for the same reason: one line says it.
-            if self._write_failure is None:
+            if self.write_failure is None:
                 self._logger.warning("%s: not written to %s: %s", self._name, self.root, error)
-            self._write_failure = str(error)
+            self.write_failure = str(error)
             return False
         finally:
             self._log_problems()
+
+    def holds(self, key: str) -> bool:
+        """Whether there is an entry, sound or not, at the place of a key."""
+        return (self.root / "v1" / key[:2] / key).exists()
 
     def remove(self, kind: str, key: str) -> None:
         """Take an entry away that turned out to be unusable, so that a good one can replace it."""
@@ -77,7 +83,7 @@ class EntryStore:
             return
         if done.removed:
             self._logger.info(
-                "%s: removed the %d entries used longest ago (%d bytes) to keep %d bytes",
+                "%s: removed %d entries, those used longest ago (%d bytes), to keep %d bytes",
                 self._name,
                 len(done.removed),
                 done.removed_bytes,
@@ -118,7 +124,10 @@ class EntryStore:
 
     def _log_problems(self) -> None:
         for problem in self._store.take_problems():
-            self._logger.warning("%s: %s", self._name, problem.reason)
+            # What is wrong with a directory is found at each look-up: one line says it.
+            if problem.reason not in self._said:
+                self._said.add(problem.reason)
+                self._logger.warning("%s: %s", self._name, problem.reason)
 
 
 def sections_of(entry: _core.Entry) -> dict[str, memoryview]:

@@ -72,6 +72,7 @@ class Flights:
     is_stopped: threading.Event = field(default_factory=threading.Event)
     #: Buckets that wait for another process, for the progress line.
     waiting: set[str] = field(default_factory=set)
+    _has_no_locks: bool = False
 
     @contextlib.contextmanager
     def flight(self, key: _core.Key, bucket: str) -> Iterator[Callable[[NeuronError], None]]:
@@ -154,11 +155,14 @@ class Flights:
             if not self._wait(lock, key, bucket, seen):
                 return None
         except (OSError, StoreError) as error:
-            self.logger.warning(
-                "Compilation cache: no lock for key %s, compiling without coordination: %s",
-                key.short,
-                error,
-            )
+            # The same for every key: one line says it.
+            if not self._has_no_locks:
+                self._has_no_locks = True
+                self.logger.warning(
+                    "Compilation cache: no locks in %s, compiling without coordination: %s",
+                    self.entries.root,
+                    error,
+                )
             return None
         finally:
             if bucket in self.waiting:

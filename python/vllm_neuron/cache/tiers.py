@@ -60,6 +60,8 @@ class Tiers:
         self.remote = store(remote, REMOTE) if remote is not None else None
         #: How many look-ups each tier answered, by tier and "hit" or "miss".
         self.requests: Counter[tuple[str, str]] = Counter()
+        self._made: set[str] = set()
+        self._name = name
         self._logger = logger
         self._promotes = promotes
         self._max_size_bytes = max_size_bytes
@@ -105,6 +107,7 @@ class Tiers:
 
     def put(self, kind: str, key: _core.Key, sections: Mapping[str, bytes | memoryview]) -> None:
         """Publish an entry in the local tier and the compiled artefacts; promote it if asked."""
+        self._made.add(key.hex)
         if self._put_locally(kind, key, sections) and kind == "neff":
             self._logger.info("Stored compilation artifacts in local cache: %s", key.short)
         if self.artifacts is not None:
@@ -124,6 +127,28 @@ class Tiers:
         for store in (self.local, self.artifacts):
             if store is not None:
                 store.remove(kind, key.hex)
+
+    def warn_of_lost(self) -> None:
+        """Say at the end of a start if the next one will not find what this one made."""
+        near = [store for store in (self.local, self.artifacts) if store is not None]
+        lost = [key for key in self._made if not any(store.holds(key) for store in near)]
+        if not lost:
+            return
+        reason = self.local.write_failure
+        if reason is None and self._max_size_bytes is not None:
+            reason = (
+                f"they do not fit in {self._max_size_bytes} bytes, which is this cache's part of "
+                f"VLLM_NEURON_CACHE_MAX_SIZE"
+            )
+        self._logger.warning(
+            "%s: %d of the %d entries that this start made are not in %s (%s), and the next start "
+            "makes them again",
+            self._name,
+            len(lost),
+            len(self._made),
+            self.local.root,
+            reason or "they were removed meanwhile",
+        )
 
     def described(self, kind: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """Yield record and factors of near entries, to explain a miss."""

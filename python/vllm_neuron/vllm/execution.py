@@ -14,6 +14,7 @@ from vllm_neuron.runtime.host_tensor import lazy_zeros
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from vllm_neuron.pipeline import Pipeline
     from vllm_neuron.route import StartRecord
 
 __all__ = ["EagerExecution", "Execution", "KVCacheShape", "make_execution"]
@@ -39,6 +40,8 @@ class Execution(Protocol):
 
     compiled: bool
     loads_weights: bool
+    #: What made the graphs, once they are built; None where nothing is compiled.
+    pipeline: Pipeline | None
 
     def allocate_kv_caches(self, shapes: Sequence[KVCacheShape]) -> Any:
         """Allocates the caches; returns what each step call passes as `kv_caches`."""
@@ -56,6 +59,7 @@ class EagerExecution:
 
     compiled = False
     loads_weights = True
+    pipeline = None
 
     def allocate_kv_caches(self, shapes: Sequence[KVCacheShape]) -> Any:
         """Returns zeroed torch tensors."""

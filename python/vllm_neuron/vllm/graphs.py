@@ -20,7 +20,6 @@ from vllm_neuron.lowering import lowering_for
 from vllm_neuron.pipeline import GraphSpec, Pipeline
 from vllm_neuron.runtime.host import HostRuntime
 from vllm_neuron.vllm.factors import UnkeyableConfigError, describe, model_factors
-from vllm_neuron.vllm.metrics import samples_of, write_samples
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -102,14 +101,7 @@ class CompiledExecution:
             for part, tensor in enumerate(pair)
         }
         self.pipeline = self._make_pipeline(specs[0].step)
-        graphs = dict(self.pipeline.build(specs, bound))
-        if self._start.metrics_directory is not None:
-            write_samples(
-                self._start.metrics_directory,
-                self._vllm_config.parallel_config.rank,
-                samples_of(self._start, self.pipeline),
-            )
-        return graphs
+        return dict(self.pipeline.build(specs, bound))
 
     def _make_pipeline(self, step: torch.nn.Module) -> Pipeline:
         record, settings = self._start.route, self._start.settings

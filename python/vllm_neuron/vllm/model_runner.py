@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
+    from vllm_neuron.vllm.step_metrics import StepCounters
+
 __all__ = ["NeuronModelRunner"]
 
 logger = logging.getLogger(__name__)
@@ -74,6 +76,8 @@ class NeuronModelRunner:
         self.execution = execution
         self.sampler = HostSampler(logprobs_mode=self.model_config.logprobs_mode)
         self.graphs: dict[str, Callable] = {}
+        #: Counts steps for `/metrics`, if anybody asks for them.
+        self.step_counters: StepCounters | None = None
         self._inputs: dict[str, Any] = {}
         self._pending: PendingStep | None = None
 
@@ -356,16 +360,22 @@ class NeuronModelRunner:
         """Runs one token of each of the batch's `rows`; returns logits (len(rows), vocabulary)."""
         batch = self.table.batch
         positions = batch.num_computed_tokens_cpu[rows]
-        label = decode_label(
-            self.buckets.decode_for(len(rows)), self.buckets.context_for(int(positions.max()))
-        )
+        size = self.buckets.decode_for(len(rows))
+        label = decode_label(size, self.buckets.context_for(int(positions.max())))
         inputs = self._bucket(label)
         inputs.fill_decode(
             batch.token_ids_cpu[rows, positions],
             positions,
             batch.block_table[0].get_numpy_array()[rows],
         )
-        return self._call(label, inputs)[0][: len(rows)]
+        logits = self._call(label, inputs)[0][: len(rows)]
+        if self.step_counters is not None:
+            self.step_counters.count(decode_label(size), size - len(rows))
+        return logits
+
+    def execution_labels(self) -> list[str]:
+        """Returns the buckets' names in metrics: those of the graphs without a context (BK-17)."""
+        return [*map(prefill_label, self.buckets.prefill), *map(decode_label, self.buckets.decode)]
 
     def _prefill(self, row: int, count: int, pending: PendingStep) -> torch.Tensor:
         """Runs the next `count` tokens of one request; returns logits (1, vocabulary)."""
@@ -383,14 +393,18 @@ class NeuronModelRunner:
         """Runs the next `count` tokens of one request; returns what the prefill step does."""
         batch = self.table.batch
         start = int(batch.num_computed_tokens_cpu[row])
-        label = prefill_label(self.buckets.prefill_for(count))
+        size = self.buckets.prefill_for(count)
+        label = prefill_label(size)
         inputs = self._bucket(label)
         inputs.fill_prefill(
             batch.token_ids_cpu[row, start : start + count],
             start,
             batch.block_table[0].get_numpy_array()[row],
         )
-        return self._call(label, inputs)
+        results = self._call(label, inputs)
+        if self.step_counters is not None:
+            self.step_counters.count(label, size - count)
+        return results
 
     def _bucket(self, label: str) -> Any:
         inputs = self._inputs.get(label)

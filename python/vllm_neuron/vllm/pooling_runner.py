@@ -73,6 +73,12 @@ class PoolingModelRunner(NeuronModelRunner):
         """Returns the tasks of the model's pooler that are served."""
         return self._tasks
 
+    def execution_labels(self) -> list[str]:
+        """Returns the buckets' names in metrics."""
+        if self.is_encoder:
+            return [*map(encode_label, self.buckets.prefill)]
+        return super().execution_labels()
+
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocates the KV caches, of an encoder none, and the request table."""
         self._allocate(kv_cache_config)
@@ -147,10 +153,14 @@ class PoolingModelRunner(NeuronModelRunner):
         """Runs the next `count` tokens of one request; returns (count, hidden)."""
         if not self.is_encoder:
             return self._run_chunk(row, count)[0][:count]
-        label = encode_label(self.buckets.prefill_for(count))
+        size = self.buckets.prefill_for(count)
+        label = encode_label(size)
         inputs = self._bucket(label)
         inputs.fill(self.table.batch.token_ids_cpu[row, :count])
-        return self._call(label, inputs)[0][:count]
+        hidden_states = self._call(label, inputs)[0][:count]
+        if self.step_counters is not None:
+            self.step_counters.count(label, size - count)
+        return hidden_states
 
     def _pool(
         self, hidden_states: torch.Tensor, counts: np.ndarray[Any, np.dtype[np.int64]]

@@ -22,6 +22,7 @@ from vllm_neuron.target import TARGETS
 from vllm_neuron.vllm.buckets import resolve_buckets
 from vllm_neuron.vllm.config import neuron_config_of
 from vllm_neuron.vllm.execution import make_execution
+from vllm_neuron.vllm.metrics import count_steps, samples_of, worker_samples, write_samples
 from vllm_neuron.vllm.model_runner import NeuronModelRunner
 from vllm_neuron.vllm.pooling_runner import PoolingModelRunner
 
@@ -99,6 +100,8 @@ class NeuronWorker(WorkerBase):
         Raises:
             ConfigurationError: the configuration carries no start record.
         """
+        self._began = time.perf_counter()
+        self._load_s = 0.0
         self.start = start = route.adopt(self.vllm_config)
         if start.mode is not Mode.CPU and "OMP_NUM_THREADS" not in os.environ:
             # Only sampling runs in PyTorch; its spinning threads would slow the runtime down.
@@ -137,9 +140,11 @@ class NeuronWorker(WorkerBase):
         Raises:
             ConfigurationError: the model cannot be served.
         """
+        started = time.perf_counter()
         # vLLM sets its current configuration for init_device() and initialize_from_config() only.
         with _errors_logged(), set_current_vllm_config(self.vllm_config):
             self.model_runner.load_model()
+        self._load_s = time.perf_counter() - started
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         """Returns the tasks that requests may ask for."""
@@ -206,7 +211,31 @@ class NeuronWorker(WorkerBase):
                 logger.info("CPU eager mode — skipping warmup")
             elif self.start.mode is not Mode.COMPILE:
                 self.model_runner.warm_up()
+        self._publish_metrics()
         return CompilationTimes(language_model=time.perf_counter() - started, encoder=0.0)
+
+    def _publish_metrics(self) -> None:
+        """Leaves what the start did for `/metrics`, and begins to count steps."""
+        directory, pipeline = self.start.metrics_directory, self.model_runner.execution.pipeline
+        if directory is None or pipeline is None:
+            return
+        name = self.model_config.served_model_name
+        model_name = name if isinstance(name, str) else name[0]
+        samples = samples_of(self.start, pipeline)
+        samples += worker_samples(
+            pipeline,
+            model_name=model_name,
+            startup_s=time.perf_counter() - self._began,
+            load_s=self._load_s,
+            model_bytes=self.model_runner.model_bytes(),
+        )
+        write_samples(directory, self.rank, samples)
+        self.model_runner.step_counters = count_steps(
+            directory,
+            self.rank,
+            model_name=model_name,
+            buckets=self.model_runner.execution_labels(),
+        )
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         """Runs one step."""
