@@ -80,6 +80,7 @@ def make_pipeline(
     one_by_one: bool = False,
     trace_workers: int = 1,
     verifies_traces: bool = False,
+    max_size_bytes: int | None = None,
 ) -> Pipeline:
     def tiers(folder: str, name: str) -> Tiers:
         return Tiers(
@@ -89,6 +90,7 @@ def make_pipeline(
             remote=remote,
             artifacts=artifacts,
             promotes=promotes,
+            max_size_bytes=max_size_bytes,
         )
 
     target = compiler.target if compiler is not None else HOST_TARGET

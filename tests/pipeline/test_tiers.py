@@ -267,3 +267,32 @@ def test_the_local_cache_stays_within_its_size_h01(tmp_path):
     kept = {info.key for info in _core.Store(str(tmp_path)).entries()}
     assert kept == {key.hex for key in made[-len(kept) :]}
     assert len(kept) == 10
+
+
+def messages(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_a_start_says_what_the_next_one_will_not_find(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    start(tmp_path / "fits", max_size_bytes=1 << 30)
+    assert not any("the next start makes them again" in line for line in messages(caplog))
+    start(tmp_path / "small", max_size_bytes=1)
+    lost = [line for line in messages(caplog) if "the next start makes them again" in line]
+    reason = "they do not fit in 1 bytes, which is this cache's part of VLLM_NEURON_CACHE_MAX_SIZE"
+    assert len(lost) == 2
+    for line, name in zip(lost, ("Precompile Cache", "Compilation cache"), strict=True):
+        assert line.startswith(f"{name}: ")
+        assert f"({reason}), and the next start makes them again" in line
+
+
+def test_a_directory_that_takes_nothing_is_said_once(tmp_path, caplog):
+    for name in ("precompile", "compile_cache"):
+        (tmp_path / name).write_text("a file")
+    pipeline = start(tmp_path)
+    assert counts(pipeline) == EVERYTHING
+    assert pipeline.counters.compilations == 2
+    for text in ("not written to", "no locks in", "the next start makes them again"):
+        found = [line for line in messages(caplog) if text in line]
+        assert len(found) == len({line.partition(":")[0] for line in found}), found
+        assert found
