@@ -7,6 +7,7 @@ from typing import Any, Literal, Self, final
 from typing_extensions import Buffer
 
 __all__ = [
+    "HOST_KERNELS_VERSION",
     "CanonicalConstant",
     "CanonicalGraph",
     "CanonicalNode",
@@ -33,6 +34,7 @@ __all__ = [
     "digest",
     "graph_bytes",
     "graph_digest",
+    "host_kernels",
     "nrt_layout",
     "nrt_status",
     "write_neff",
@@ -553,6 +555,13 @@ class Store:
         misses with a reason; `set_aside`, `published`, `existed` and `evicted` count
         files.
         """
+
+# ---- Kernels of the host emulator: rust/py/src/host.rs (docs/host-emulator.md) -------------------
+
+HOST_KERNELS_VERSION: int
+
+def host_kernels() -> dict[str, object]:
+    """Return the handler of each custom call by name, as capsules for jaxlib."""
 
 # ---- Neuron runtime: rust/py/src/nrt.rs -------------------------------------------------------
 

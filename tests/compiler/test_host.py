@@ -10,7 +10,7 @@ import pytest
 
 from tests.compiler.modules import add_in_place, compiled, linear, lowered, reverse
 from vllm_neuron._core import Neff
-from vllm_neuron.compiler import xla_cpu
+from vllm_neuron.compiler import host_kernels, xla_cpu
 from vllm_neuron.compiler.host import HostCompiler
 from vllm_neuron.compiler.host_program import HostManifest
 from vllm_neuron.errors import CompileError
@@ -34,6 +34,7 @@ def test_the_neff_holds_module_executable_and_manifest():
     manifest = HostManifest.from_json(neff.member("host/manifest.json"))
     assert manifest.jaxlib == _jax_version()
     assert manifest.cpu == xla_cpu.cpu_features()
+    assert manifest.kernels == host_kernels.VERSION
     assert manifest.aliases == {0: 0}
     assert manifest.arguments[-2:] == ("-O3", "--auto-cast=none")
     assert manifest.options == {
@@ -155,7 +156,15 @@ def test_every_dtype_is_declared_as_xla_has_it():
 def test_key_factors_name_options_but_neither_processor_nor_threads(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     plain = HostCompiler().key_factors()
-    assert sorted(plain) == ["compiler", "host-program-format", "target", "version", "xla-options"]
+    assert sorted(plain) == [
+        "compiler",
+        "host-kernels",
+        "host-program-format",
+        "target",
+        "version",
+        "xla-options",
+    ]
+    assert plain["host-kernels"] == str(host_kernels.VERSION)
     assert (plain["compiler"], plain["target"]) == ("xla-cpu", "host")
     assert plain["version"] == xla_cpu.jaxlib_version()
     assert [o["xla_backend_optimization_level"] for o in json.loads(plain["xla-options"])] == [
@@ -178,13 +187,16 @@ def test_a_manifest_survives_its_json_and_a_bad_one_is_refused():
         jaxlib="0.10.2",
         cpu="x86_64 avx2",
         options={"a": True, "b": 2},
+        kernels=7,
         arguments=("-O1",),
         aliases={11: 3, 2: 1},
     )
     assert HostManifest.from_json(manifest.to_json()) == manifest
     fields = json.loads(manifest.to_json())
     for name, value in (
-        ("format", 2),
+        ("format", 1),
+        ("kernels", None),
+        ("kernels", True),
         ("jaxlib", None),
         ("cpu", 3),
         ("options", {"a": "x"}),

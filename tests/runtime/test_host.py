@@ -26,7 +26,7 @@ from tests.compiler.modules import (
 )
 from tests.neff.samples import SHARED
 from vllm_neuron._core import Neff
-from vllm_neuron.compiler import xla_cpu
+from vllm_neuron.compiler import host_kernels, xla_cpu
 from vllm_neuron.errors import ExecutionError, NeffChecksumError, NeffFormatError
 from vllm_neuron.runtime.host import HostRuntime
 
@@ -73,6 +73,10 @@ def test_a_neff_is_loaded_from_mapped_pages(runtime, tmp_path):
         (
             lambda neff: manifest_with(neff, cpu="x86_64 avx2 sse9"),
             "it was made for another processor",
+        ),
+        (
+            lambda neff: manifest_with(neff, kernels=0),
+            f"it was made for version 0 of the host kernels, here is {host_kernels.VERSION}",
         ),
         (
             lambda neff: with_members(neff, executable=b"no executable"),
@@ -167,7 +171,7 @@ def test_a_damaged_neff_is_refused_before_anything_is_loaded(runtime):
     ("members", "reason"),
     [
         ({"manifest": None}, "holds no program of the host emulator"),
-        ({"manifest": b"{}"}, "expected format 1, found None"),
+        ({"manifest": b"{}"}, "expected format 2, found None"),
         ({"manifest": b"\xff\xfe"}, "holds no program of the host emulator"),
         ({"executable": b"x", "module": b"y"}, "cannot be compiled: "),
         ({"executable": None, "module": None}, "cannot be compiled: "),

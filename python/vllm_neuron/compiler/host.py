@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm_neuron.compiler import xla_cpu
+from vllm_neuron.compiler import host_kernels, xla_cpu
 from vllm_neuron.compiler.arguments import HOST_TARGET
 from vllm_neuron.compiler.host_program import (
     EXECUTABLE_MEMBER,
@@ -81,6 +81,7 @@ class HostCompiler:
             "version": self.version,
             "target": self.target,
             "host-program-format": str(FORMAT),
+            "host-kernels": str(host_kernels.VERSION),
             "xla-options": json.dumps(
                 [xla_cpu.options_for_level(level) for level in (1, 2, 3)], sort_keys=True
             ),
@@ -130,6 +131,7 @@ class HostCompiler:
             jaxlib=self.version,
             cpu=xla_cpu.cpu_features(),
             options=options,
+            kernels=host_kernels.VERSION,
             arguments=tuple(arguments),
             aliases=dict(module.aliases),
         )

@@ -11,7 +11,7 @@ from vllm_neuron.lowering.module import ModuleFormat
 
 __all__ = ["EXECUTABLE_MEMBER", "FORMAT", "MANIFEST_MEMBER", "MODULE_MEMBERS", "HostManifest"]
 
-FORMAT = 1
+FORMAT = 2
 """Version of the members below; a reader refuses any other."""
 
 MANIFEST_MEMBER = "host/manifest.json"
@@ -31,6 +31,7 @@ class HostManifest:
         jaxlib: the version of jaxlib that wrote the executable; no other can load it.
         cpu: `cpu_features()` of the processor it was made for; it may not run on another.
         options: the XLA options, to be used again when the executable is rebuilt.
+        kernels: `host_kernels.VERSION` that the executable was made with; it may call no other.
         arguments: the compiler arguments as given.
         aliases: output index to the index of the input that is updated in place.
     """
@@ -38,6 +39,7 @@ class HostManifest:
     jaxlib: str
     cpu: str
     options: Mapping[str, bool | int]
+    kernels: int
     arguments: tuple[str, ...]
     aliases: Mapping[int, int]
 
@@ -48,6 +50,7 @@ class HostManifest:
             "jaxlib": self.jaxlib,
             "cpu": self.cpu,
             "options": dict(self.options),
+            "kernels": self.kernels,
             "arguments": list(self.arguments),
             "aliases": {str(output): source for output, source in sorted(self.aliases.items())},
         }
@@ -66,6 +69,8 @@ class HostManifest:
         jaxlib, cpu = fields.get("jaxlib"), fields.get("cpu")
         _expect(isinstance(jaxlib, str), "a string `jaxlib`", jaxlib)
         _expect(isinstance(cpu, str), "a string `cpu`", cpu)
+        kernels = fields.get("kernels")
+        _expect(type(kernels) is int, "a number `kernels`", kernels)
         options, arguments, aliases = (fields.get(k) for k in ("options", "arguments", "aliases"))
         _expect(
             isinstance(options, dict) and all(isinstance(v, int) for v in options.values()),
@@ -87,6 +92,7 @@ class HostManifest:
             jaxlib=jaxlib,
             cpu=cpu,
             options=options,
+            kernels=kernels,
             arguments=tuple(arguments),
             aliases={int(output): source for output, source in aliases.items()},
         )

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_neuron.compiler import host_kernels
+
 if TYPE_CHECKING:
     from vllm_neuron.lowering.module import ModuleFormat
 
@@ -69,12 +71,16 @@ def client() -> CpuClient:
     operations over a thread pool. The pool has one thread for each processor that the process may
     run on, or `NPROC` threads when that variable is set (XLA's rule); OMP_NUM_THREADS has no
     influence.
+
+    The custom calls of `host_kernels` are registered before it is returned, so that no program
+    with them is compiled or loaded earlier.
     """
     global _client
     with _lock:
         if _client is None:
             # At level 0 XLA reports that it found a CPU; its warnings and errors stay visible.
             os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
+            host_kernels.register(_xla_client())
             cpu = _xla_client().make_cpu_client(asynchronous=False)
             device = cpu.devices()[0]
             _client = CpuClient(cpu, device, _xla_client().DeviceList((device,)))
@@ -115,7 +121,7 @@ def options_for_level(level: int) -> dict[str, bool | int]:
 def compile_module(
     module: bytes, options: Mapping[str, bool | int], *, module_format: ModuleFormat
 ) -> Any:
-    """Compile a module for this processor.
+    """Compile a module for this processor, a StableHLO module with the kernels of `host_kernels`.
 
     Args:
         module: a StableHLO portable artifact or a serialised HloModuleProto.
@@ -133,8 +139,10 @@ def compile_module(
     compile_options.env_option_overrides = list(options.items())
     try:
         if module_format == "hlo":
-            module = hlo_to_mlir(module)
-        return cpu.client.compile_and_load(module, cpu.devices, compile_options)
+            program: bytes | str = hlo_to_mlir(module)
+        else:
+            program = host_kernels.with_kernels(module)
+        return cpu.client.compile_and_load(program, cpu.devices, compile_options)
     except (RuntimeError, ValueError, TypeError) as error:
         raise XlaError(short_reason(error)) from error
 

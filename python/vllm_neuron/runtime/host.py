@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_neuron._core import Neff, NeffTensor
-from vllm_neuron.compiler import xla_cpu
+from vllm_neuron.compiler import host_kernels, xla_cpu
 from vllm_neuron.compiler.arguments import HOST_TARGET
 from vllm_neuron.compiler.host_program import (
     EXECUTABLE_MEMBER,
@@ -350,4 +350,9 @@ def _why_not_loadable(manifest: HostManifest) -> str | None:
         return f"it was made by jaxlib {manifest.jaxlib}, here is {here}"
     if manifest.cpu != xla_cpu.cpu_features():
         return "it was made for another processor"
+    if manifest.kernels != host_kernels.VERSION:
+        return (
+            f"it was made for version {manifest.kernels} of the host kernels, here is "
+            f"{host_kernels.VERSION}"
+        )
     return None

@@ -6,6 +6,7 @@ mod buffer;
 mod canonical_graph;
 mod error;
 mod graph;
+mod host;
 mod key;
 mod neff;
 mod nrt;
@@ -17,6 +18,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     neff::register(module)?;
     nrt::register(module)?;
+    host::register(module)?;
     key::register(module)?;
     canonical_graph::register(module)?;
     store::register(module)?;
