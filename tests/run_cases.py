@@ -253,6 +253,14 @@ def _captured(module: Any, inputs: tuple[Any, ...], route: str) -> Callable[...,
 
     captured = capture(module, inputs, bucket="case")
     record = captured.record
+
+    def bound(args: Sequence[Any]) -> list[Any]:
+        leaves = dict(argument_leaves(module, args))
+        return [
+            leaves[item.name] if item.kind == "argument" else find_tensor(module, item.name)
+            for item in record.inputs
+        ]
+
     lowering = lowering_for(
         Route[route.upper()],
         xla_python=read_settings()["VLLM_NEURON_XLA_PYTHON"],
@@ -263,7 +271,7 @@ def _captured(module: Any, inputs: tuple[Any, ...], route: str) -> Callable[...,
     finally:
         lowering.close()
     if not lowered.outputs:
-        return lambda *args: record.rebuild_result([], _bound(module, record, args))
+        return lambda *args: record.rebuild_result([], bound(args))
     neff = HostCompiler().compile(
         lowered,
         bucket="case",
@@ -274,16 +282,9 @@ def _captured(module: Any, inputs: tuple[Any, ...], route: str) -> Callable[...,
     model = HostRuntime().load(neff, aliases=lowered.aliases, bucket="case")
 
     def call(*args: Any) -> Any:
-        tensors = _bound(module, record, args)
+        tensors = bound(args)
         outputs = [output.read() for output in model.execute(tensors)]
         return record.rebuild_result(outputs, tensors)
-
-    def _bound(module: Any, record: Any, args: Sequence[Any]) -> list[Any]:
-        leaves = dict(argument_leaves(module, args))
-        return [
-            leaves[item.name] if item.kind == "argument" else find_tensor(module, item.name)
-            for item in record.inputs
-        ]
 
     return call
 
@@ -357,7 +358,7 @@ def _compare(expected: Any, out: Any, tolerance: tuple[float, float]) -> float:
                 raise Difference(f"value {index} is {b!r}, expected {a!r}")
             continue
         if a.is_complex():
-            a, b = torch.view_as_real(a), torch.view_as_real(b)
+            a, b = (torch.view_as_real(item.resolve_conj()) for item in (a, b))
         wide = torch.float64 if a.dtype.is_floating_point else torch.int64
         a, b = a.to(wide), b.to(wide)
         if wide is torch.int64:

@@ -18,7 +18,14 @@ from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._guards import TracingContext, tracing
 
-from vllm_neuron.binding import argument_leaves, leaves, memory_of, named_tensors, spec_of
+from vllm_neuron.binding import (
+    argument_leaves,
+    find_tensor,
+    leaves,
+    memory_of,
+    named_tensors,
+    spec_of,
+)
 from vllm_neuron.dynamo_trace import (
     DynamoTrace,
     GraphOutput,
@@ -78,7 +85,7 @@ def capture(step: torch.nn.Module, args: tuple[Any, ...], *, bucket: str) -> Cap
     with torch.no_grad():
         trace = trace_step(step, args, bucket=bucket)
         names = _tensor_names(step, args)
-        inputs = _bind_inputs(trace, names, bucket)
+        inputs = _bind_inputs(step, trace, names, bucket)
         _merge_duplicates(trace, inputs)
         graph_module, metadata = _functionalise(trace, inputs, bucket)
         return _assemble(graph_module, metadata, trace, inputs, names, bucket)
@@ -135,7 +142,7 @@ def _tensor_names(step: torch.nn.Module, args: Sequence[Any]) -> dict[int, tuple
 
 
 def _bind_inputs(
-    trace: DynamoTrace, names: dict[int, tuple[Any, str]], bucket: str
+    step: torch.nn.Module, trace: DynamoTrace, names: dict[int, tuple[Any, str]], bucket: str
 ) -> list[GraphInput]:
     inputs = []
     for tensor, source in zip(trace.tensors, trace.sources, strict=True):
@@ -150,6 +157,13 @@ def _bind_inputs(
             raise refusal(
                 bucket,
                 f"the graph reads the tensor {source.name}, which does not belong to the step",
+                "Register it as a buffer of the model, or pass it as an argument.",
+            )
+        if kind == "attribute" and find_tensor(step, name) is None:
+            raise refusal(
+                bucket,
+                f"the graph reads {source.name}, which is no tensor in an attribute of the step "
+                "(but a NumPy array, or a variable of an enclosing function)",
                 "Register it as a buffer of the model, or pass it as an argument.",
             )
         inputs.append(GraphInput(kind, name, spec_of(tensor)))
@@ -311,8 +325,18 @@ def _assemble(
 
     def leaf(value: Any) -> list[Any]:
         if isinstance(value, torch.Tensor):
-            returned.append(_input_index(value, graph, trace, inputs, names, bucket))
-            return ["input", returned[-1]]
+            turned = None if id(value) in names else _transposed_input(value, trace)
+            if turned is None:
+                returned.append(_input_index(value, graph, trace, inputs, names, bucket))
+                return ["input", returned[-1]]
+            index, order = turned
+            placeholders = graph.find_nodes(op="placeholder")
+            current = dict(zip(mutated, produced, strict=False)).get(index, placeholders[index])
+            with graph.inserting_before(graph.output_node()):
+                node = graph.call_function(torch.ops.aten.permute.default, (current, order))
+            node.meta["val"] = current.meta["val"].permute(order)
+            outputs.append(node)
+            return ["output", len(outputs) - 1]
         info = metadata.output_info[value.index]
         if info.output_type is OutputType.is_input:
             returned.append(info.base_idx)
@@ -381,6 +405,22 @@ def _input_index(
     trace.tensors.append(tensor)
     inputs.append(GraphInput(kind, name, spec_of(tensor)))
     return len(inputs) - 1
+
+
+def _transposed_input(tensor: torch.Tensor, trace: DynamoTrace) -> tuple[int, list[int]] | None:
+    """The input and the order of its dimensions that `tensor` is, or None.
+
+    Dynamo leaves attributes of an input that the step only returns (`x.T`, `x.mT`, `x.data`) out of
+    the graph.
+    """
+    for index, known in enumerate(trace.tensors):
+        if known.ndim != tensor.ndim:
+            continue
+        order = list(range(known.ndim))
+        for turned in (order, order[::-1], [*order[:-2], *order[:-3:-1]]):
+            if memory_of(known.permute(turned)) == memory_of(tensor):
+                return index, turned
+    return None
 
 
 def _result_tree(value: Any, leaf: Callable[[Any], list[Any]], bucket: str) -> list[Any]:

@@ -283,3 +283,35 @@ def test_the_same_argument_twice_stays_two_inputs():
     x = torch.ones(3)
     record = capture(Returns(lambda x, y: x + y), (x, x), bucket="b").record
     assert [item.name for item in record.inputs] == ["args[0]", "args[1]"]
+
+
+class Returned(nn.Module):
+    """Returns attributes of its input, which are views of it."""
+
+    def forward(self, x):
+        x.add_(1)
+        return x.T, x.mT, x.data
+
+
+def test_attributes_of_an_input_are_returned_as_they_are_after_its_update():
+    x = torch.arange(6.0).reshape(2, 3)
+    captured = capture(Returned(), (x,), bucket="b")
+    outputs = captured.graph_module(x.clone())
+    assert len(captured.record.inputs) == 1 and captured.record.aliases == {0: 0}
+    turned, last, same = captured.record.rebuild_result(outputs, [outputs[0]])
+    assert torch.equal(turned, (x + 1).t()) and torch.equal(last, (x + 1).t())
+    assert torch.equal(same, x + 1)
+
+
+class Array(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.ones(4).numpy()
+
+    def forward(self, x):
+        return x + torch.from_numpy(self.table)
+
+
+def test_an_array_in_an_attribute_is_refused():
+    with pytest.raises(CaptureError, match="table, which is no tensor in an attribute"):
+        capture(Array(), (torch.ones(4),), bucket="b")

@@ -43,6 +43,7 @@ _HLO_TYPES = {
     "uint8": "u8",
     "bool": "pred",
     "complex64": "c64",
+    "complex128": "c128",
 }
 
 _ENTRY_LAYOUT = re.compile(r"entry_computation_layout=\{\((?P<inputs>.*?)\)->(?P<outputs>.*)\}")

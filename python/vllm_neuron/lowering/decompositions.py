@@ -13,6 +13,8 @@ from torch._guards import detect_fake_mode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
+from vllm_neuron.lowering.kernel_decompositions import KERNELS
+
 if TYPE_CHECKING:
     from vllm_neuron.capture import CapturedGraph
 
@@ -35,7 +37,7 @@ def decomposition_table() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
         aten.multinomial.default: _multinomial,
         aten.squeeze.dims: _squeeze_dims,
     }
-    return dict(core_aten_decompositions()) | get_decompositions(_BEYOND_CORE) | own
+    return dict(core_aten_decompositions()) | get_decompositions(_BEYOND_CORE) | KERNELS | own
 
 
 _ASSERTIONS = {
@@ -62,6 +64,7 @@ def finish_decomposition(graph: torch.fx.Graph) -> None:
 # Operators outside of the core table that PyTorch can decompose and torch-mlir does not know.
 _BEYOND_CORE = [
     aten._native_batch_norm_legit.no_stats,
+    aten._native_batch_norm_legit_functional.default,
     aten.addmv.default,
     aten.dist.default,
     aten.grid_sampler_2d.default,

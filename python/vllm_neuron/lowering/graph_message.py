@@ -37,7 +37,6 @@ _COMPUTED_WIDE = {
     torch.ops.aten.native_layer_norm.default,
     torch.ops.aten.native_group_norm.default,
     torch.ops.aten._native_batch_norm_legit_no_training.default,
-    torch.ops.aten.var.correction,
     torch.ops.aten.linalg_vector_norm.default,
     torch.ops.aten.avg_pool2d.default,
 }
@@ -52,6 +51,11 @@ _READS_STORAGE = {
     torch.ops.aten.as_strided.default,
     torch.ops.aten.as_strided_copy.default,
     torch.ops.aten.as_strided_scatter.default,
+}
+
+# Window functions, which are constants.
+_WINDOWS = {
+    f"aten::{name}_window" for name in ("bartlett", "blackman", "hamming", "hann", "kaiser")
 }
 
 # Operators that return their first argument as a value, whatever the memory format.
@@ -225,6 +229,10 @@ class _Encoder:
         if not isinstance(target, torch._ops.OpOverload):
             raise self._refuse(node, f"{target} is not an operator on tensors")
         if target is torch.ops.aten.arange.start_step and self._folded(node):
+            return
+        if target.name().partition(".")[0] in _WINDOWS and not node.all_input_nodes:
+            with unset_fake_temporarily():
+                self.values[node] = self._written(node, target(*node.args, **node.kwargs))
             return
         if torch.Tag.nondeterministic_seeded in target.tags:
             raise self._refuse(

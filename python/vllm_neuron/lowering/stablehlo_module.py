@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
+from jaxlib.mlir.passmanager import PassManager
 
 from vllm_neuron.lowering.failure import LoweringFailure
 from vllm_neuron.lowering.mlir_context import stablehlo_context
@@ -22,9 +23,13 @@ from vllm_neuron.lowering.worker import operand_values
 
 __all__ = ["finish_module"]
 
+stablehlo.register_stablehlo_passes()
+
 # The StableHLO version that artifacts are written for. Readers take artifacts of older versions
 # (StableHLO's compatibility promise is 5 years back), so it only rises when a newer op is needed.
 PORTABLE_VERSION = "1.8.0"
+
+_CHLO_TO_STABLEHLO = "builtin.module(func.func(chlo-legalize-to-stablehlo))"
 
 
 def finish_module(
@@ -50,6 +55,8 @@ def finish_module(
         _replace_arith_constants(block)
         _insert_literals(block, header, literals)
         _insert_own(function, block, header, own)
+        if any(op.name.startswith("chlo.") for op in _walk(block)):
+            PassManager.parse(_CHLO_TO_STABLEHLO).run(module.operation)
         _mark_aliases(function, header)
         _check_dialects(block)
         module.operation.verify()

@@ -9,13 +9,16 @@ from __future__ import annotations
 from vllm_neuron.lowering.ops import (
     arithmetic,
     complex_numbers,
+    fourier,
     indexing,
+    matrices,
     ordering,
     powers,
     reductions,
     scans,
     scattering,
     shapes,
+    special,
     windows,
 )
 from vllm_neuron.lowering.ops.builder import Builder, Refusal, Tensor
@@ -24,5 +27,5 @@ from vllm_neuron.lowering.ops.registry import own_lowering
 
 __all__ = ["Builder", "Refusal", "Tensor", "literal", "own_lowering"]
 
-del arithmetic, complex_numbers, indexing, ordering, powers, reductions, scans, scattering, shapes
-del windows
+del arithmetic, complex_numbers, fourier, indexing, matrices, ordering, powers, reductions, scans
+del scattering, shapes, special, windows

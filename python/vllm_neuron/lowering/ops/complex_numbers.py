@@ -6,7 +6,10 @@ complex operands is in `arithmetic`, since it is the same operators.
 
 from __future__ import annotations
 
-from jaxlib.mlir.dialects import stablehlo
+from collections.abc import Callable
+
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import chlo, stablehlo
 
 from vllm_neuron.lowering.ops.builder import Builder, Tensor
 from vllm_neuron.lowering.ops.registry import lowers, lowers_complex
@@ -117,10 +120,45 @@ def permute(b: Builder) -> Tensor:
     return b.transpose(tensor, [dimension % tensor.rank for dimension in b.arg(1)])
 
 
-@lowers_complex("exp.default")
-def exp(b: Builder) -> Tensor:
-    """E to the tensor."""
-    return b.unary("exponential", b.tensor(0))
+_FUNCTIONS = {
+    "acos": chlo.acos,
+    "asin": chlo.asin,
+    "atan": chlo.atan,
+    "cos": stablehlo.cosine,
+    "cosh": chlo.cosh,
+    "exp": stablehlo.exponential,
+    "expm1": stablehlo.exponential_minus_one,
+    "log": stablehlo.log,
+    "log1p": stablehlo.log_plus_one,
+    "rsqrt": stablehlo.rsqrt,
+    "sigmoid": stablehlo.logistic,
+    "sin": stablehlo.sine,
+    "sinh": chlo.sinh,
+    "sqrt": stablehlo.sqrt,
+    "tan": stablehlo.tan,
+    "tanh": stablehlo.tanh,
+}
+
+
+def _function(b: Builder, function: Callable[..., ir.Value]) -> Tensor:
+    return Tensor(function(b.tensor(0).value), b.dtype, b.shape)
+
+
+for _name, _operation in _FUNCTIONS.items():
+    lowers_complex(f"{_name}.default")(lambda b, operation=_operation: _function(b, operation))
+
+
+@lowers_complex("reciprocal.default")
+def reciprocal(b: Builder) -> Tensor:
+    """One by the tensor."""
+    return b.binary("divide", b.constant(1, b.dtype, b.shape), b.tensor(0))
+
+
+@lowers_complex("pow.Tensor_Tensor", "pow.Scalar")
+def power(b: Builder) -> Tensor:
+    """The first operand to the power of the second."""
+    base, exponent = (b.expand(b.tensor(index, b.dtype), b.shape) for index in (0, 1))
+    return b.binary("power", base, exponent)
 
 
 @lowers_complex("neg.default")

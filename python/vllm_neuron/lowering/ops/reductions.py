@@ -1,9 +1,10 @@
-"""Sums, products, means, extremes and truth over dimensions.
+"""Sums, products, means, variances, extremes and truth over dimensions.
 
 Eager's contract: float16 and bfloat16 are accumulated in float32 and rounded once, except in
 products. Integers wrap around. The extremes of a row with NaN are NaN. An empty sum is 0, an empty
 product 1, an empty mean NaN; `any` of nothing is false, `all` true. The softmax of a row of
--infinity is NaN.
+-infinity is NaN. A variance with no degree of freedom left is infinity, or NaN if nothing differs
+from the mean.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vllm_neuron.lowering.ops.builder import Builder, Tensor
-from vllm_neuron.lowering.ops.dtypes import compute_dtype, highest, lowest
+from vllm_neuron.lowering.ops.dtypes import compute_dtype, highest, is_complex, lowest
 from vllm_neuron.lowering.ops.registry import lowers
 
 
@@ -40,8 +41,9 @@ def _fold(
     return folded
 
 
-def _result(b: Builder, tensor: Tensor) -> Tensor:
-    return b.convert(b.reshape(tensor, b.shape), b.dtype)
+def _result(b: Builder, tensor: Tensor, index: int = 0) -> Tensor:
+    dtype, shape = b.specs[index]
+    return b.convert(b.reshape(tensor, shape), dtype)
 
 
 @lowers("sum.default", "sum.dim_IntList")
@@ -63,6 +65,39 @@ def mean(b: Builder) -> Tensor:
     folded = _fold(b, tensor, dimensions, 0, "add")
     divisor = b.constant(count, folded.dtype, folded.shape)
     return _result(b, b.binary("divide", folded, divisor))
+
+
+@lowers("var.correction")
+def variance(b: Builder) -> Tensor:
+    """Mean of the squared distance from the mean, over the number of elements less a correction."""
+    return _result(b, _mean_and_variance(b)[1])
+
+
+@lowers("var_mean.correction")
+def variance_and_mean(b: Builder) -> Sequence[Tensor]:
+    """The variance and the mean."""
+    mean, squares = _mean_and_variance(b)
+    return _result(b, squares), _result(b, mean, 1)
+
+
+def _mean_and_variance(b: Builder) -> tuple[Tensor, Tensor]:
+    tensor = b.tensor(0)
+    tensor = b.convert(tensor, compute_dtype(tensor.dtype))
+    dimensions = _dimensions(tensor, b.arg(1))
+    correction = 1 if b.arg(2) is None else b.arg(2)
+    count = 1
+    for dimension in dimensions:
+        count *= tensor.shape[dimension]
+    folded = _fold(b, tensor, dimensions, 0, "add")
+    mean = b.binary("divide", folded, b.constant(count, folded.dtype, folded.shape))
+    rest = [position for position in range(tensor.rank) if position not in dimensions]
+    distance = b.subtract(tensor, b.broadcast_in_dim(mean, tensor.shape, rest))
+    if is_complex(tensor.dtype):
+        part = "float32" if tensor.dtype == "complex64" else "float64"
+        distance = b.unary("abs", distance, part)
+    squares = _fold(b, b.multiply(distance, distance), dimensions, 0, "add")
+    degrees = b.constant(max(count - correction, 0), squares.dtype, squares.shape)
+    return mean, b.binary("divide", squares, degrees)
 
 
 @lowers("prod.default", "prod.dim_int")

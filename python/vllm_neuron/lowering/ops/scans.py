@@ -1,4 +1,4 @@
-"""Running sums, products and extremes.
+"""Running sums, products, sums of exponentials and extremes.
 
 Eager's contract: float16 and bfloat16 are accumulated in float32. cummax and cummin name the last
 position of a tie, and from the first NaN on they give NaN with the position of the latest NaN.
@@ -35,6 +35,26 @@ def cumsum(b: Builder) -> Tensor:
 def cumprod(b: Builder) -> Tensor:
     """Running product."""
     return _scan(b, 1, "multiply")
+
+
+@lowers("logcumsumexp.default")
+def logcumsumexp(b: Builder) -> Tensor:
+    """Logarithm of the running sum of exponentials."""
+    tensor, dimension = b.tensor(0, compute_dtype(b.dtype)), b.arg(1)
+    if tensor.rank == 0 or tensor.size == 0:
+        return b.tensor(0)
+
+    def joined(inner: Builder, pair: list[Tensor]) -> Sequence[Tensor]:
+        # The greater one comes out of the logarithm; an infinite one is the result.
+        greater = inner.maximum(*pair)
+        apart = inner.negate(inner.unary("abs", inner.subtract(*pair)))
+        rest = inner.unary("log_plus_one", inner.unary("exponential", apart))
+        infinity = inner.constant(float("inf"), greater.dtype)
+        endless = inner.compare("EQ", inner.unary("abs", greater), infinity)
+        return [inner.select(endless, greater, inner.add(greater, rest))]
+
+    initial = b.constant(lowest(tensor.dtype), tensor.dtype)
+    return b.convert(b.running([tensor], [initial], dimension % tensor.rank, joined)[0], b.dtype)
 
 
 def _running_extreme(b: Builder, *, largest: bool) -> Sequence[Tensor]:
