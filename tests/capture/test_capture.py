@@ -313,5 +313,5 @@ class Array(nn.Module):
 
 
 def test_an_array_in_an_attribute_is_refused():
-    with pytest.raises(CaptureError, match="table, which is no tensor in an attribute"):
+    with pytest.raises(CaptureError, match=r"table\), which is no tensor in an attribute"):
         capture(Array(), (torch.ones(4),), bucket="b")
