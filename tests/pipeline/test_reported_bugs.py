@@ -1,8 +1,8 @@
 """Faults that users of other caches reported, each named by its id; the right result is asserted.
 
 Rows that another test covers have their id in that test's name or docstring. Two have none: D05
-(ranks that load different NEFFs) and G02 (runtime and driver out of step) need several ranks and a
-device runtime, which this version does not have.
+(ranks that load different NEFFs) needs several ranks, which this version does not have, and G02
+(runtime and driver out of step) a driver, which the stand-in of libnrt does not have.
 """
 
 from __future__ import annotations
