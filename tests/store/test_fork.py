@@ -104,7 +104,8 @@ def test_forks_leave_no_descriptor(store):
 
     def child() -> None:
         assert open_locks() == []
-        assert len(descriptors()) == len(before)
+        # Not equal: libraries that other tests loaded close some of theirs in a child.
+        assert len(descriptors()) <= len(before)
         assert entry.section("neff")[:6] == b"parent"
 
     for _ in range(20):
