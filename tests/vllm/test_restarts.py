@@ -221,7 +221,7 @@ def test_an_edited_model_source_is_cold_and_says_why(started, checkpoint, tmp_pa
 
 
 def test_killed_while_compiling_the_next_start_works(started, checkpoint, tmp_path):
-    for pattern in (r"Lowered prefill_s128", r"Compilation complete"):
+    for pattern in (r"Lowered prefill_s128", r"Stored compilation artifacts"):
         server = Server(
             checkpoint("llama"), cache_root=tmp_path / "cache", folder=tmp_path, fork=True
         )
