@@ -228,7 +228,7 @@ class Server:
             reason = f"the server still ran after {timeout_s:.0f} s"
             raise ServerFailedError(reason, exit_code=None, log_path=self.log_path) from None
 
-    def wait_for_log(self, pattern: str, *, timeout_s: float = 120) -> str:
+    def wait_for_log(self, pattern: str, *, timeout_s: float = 300) -> str:
         """Wait for a log line that a regular expression finds.
 
         Returns:
@@ -319,7 +319,7 @@ class Server:
     # -- requests
 
     def post(
-        self, path: str, body: Mapping[str, Any], *, timeout_s: float = 120
+        self, path: str, body: Mapping[str, Any], *, timeout_s: float = 300
     ) -> requests.Response:
         """Send a JSON request and return the response, whatever its status."""
         return self._http.post(f"{self.url}{path}", json=dict(body), timeout=timeout_s)
@@ -354,7 +354,7 @@ class Server:
         body = {"model": "model", "temperature": 0, "stream": True, **options}
         body["messages"] = [{"role": "user", "content": text}]
         address = f"{self.url}/v1/chat/completions"
-        with requests.post(address, json=body, timeout=120, stream=True) as response:
+        with requests.post(address, json=body, timeout=300, stream=True) as response:
             _raise_for_status(response)
             for line in response.iter_lines():
                 if not line.startswith(b"data: ") or line == b"data: [DONE]":
@@ -372,7 +372,7 @@ class Server:
     def _ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         # Not through the session: requests' sessions are not for several threads at once.
         body = {"model": "model", "temperature": 0, **body}
-        response = requests.post(f"{self.url}{path}", json=body, timeout=120)
+        response = requests.post(f"{self.url}{path}", json=body, timeout=300)
         _raise_for_status(response)
         return dict(response.json())
 

@@ -152,7 +152,7 @@ def test_command_imports_nothing_heavy(root):
     )
     start_s = time.monotonic()
     child = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
     )
     assert child.stdout.splitlines()[-1] == "3 entries, 3.0 MiB"
     assert time.monotonic() - start_s < 30

@@ -70,7 +70,7 @@ def test_interrupt_leaves_no_process(checkpoint, tmp_path):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     os.killpg(demo.pid, signal.SIGINT)
-    output, _ = demo.communicate(timeout=60)
+    output, _ = demo.communicate(timeout=300)
     assert demo.returncode == 1
     assert "demo: interrupted, the server is stopped" in output
     assert servers(tmp_path) == []
@@ -93,6 +93,6 @@ def test_a_server_that_does_not_start(checkpoint, tmp_path):
 
 def test_a_folder_without_a_checkpoint(tmp_path):
     done = start(tmp_path / "absent", tmp_path)
-    output, _ = done.communicate(timeout=60)
+    output, _ = done.communicate(timeout=300)
     assert done.returncode == 1
     assert f"{tmp_path / 'absent'}: no checkpoint, it has no config.json" in output

@@ -190,6 +190,6 @@ def test_key_does_not_depend_on_the_process(seed, tmp_path):
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=300,
     )
     assert child.stdout.split() == [_core.graph_digest(build()) for build in graphs.GOLDEN.values()]

@@ -42,7 +42,7 @@ def run(task: dict[str, Any], *, prefix: tuple[str, ...] = ()) -> subprocess.Pop
     )
 
 
-def answer(process: subprocess.Popen[str], *, timeout_s: float = 60) -> tuple[dict[str, Any], str]:
+def answer(process: subprocess.Popen[str], *, timeout_s: float = 300) -> tuple[dict[str, Any], str]:
     """What a process printed, and its log."""
     out, log = process.communicate(timeout=timeout_s)
     assert process.returncode == 0, log

@@ -284,7 +284,7 @@ def run_start(root: Path, *, module_folder: Path | None = None, seed: str = "ran
 
 
 def finish(process: subprocess.Popen[str]):
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     return json.loads(out.splitlines()[-1]), err
 

@@ -15,7 +15,7 @@ from tests.scale import scaled
 from vllm_neuron import _core
 
 
-def wait_for_calls(root: Path, count: int, *, timeout_s: float = 20) -> list[dict]:
+def wait_for_calls(root: Path, count: int, *, timeout_s: float = 120) -> list[dict]:
     deadline = time.monotonic() + timeout_s
     while len(found := calls(root)) < count:
         assert time.monotonic() < deadline, found

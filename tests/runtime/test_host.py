@@ -258,7 +258,7 @@ def test_the_number_of_threads_changes_neither_numbers_nor_keys():
             [sys.executable, "-c", _DIGESTS],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
             env={**os.environ, "NPROC": threads, "OMP_NUM_THREADS": threads},
         )
         assert run.returncode == 0, run.stderr
@@ -577,7 +577,7 @@ state, doubled = model.execute([runtime.allocate((4,), "float32"), torch.ones(4)
 print(state.read().tolist(), doubled.read().tolist())
 """
     run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300
     )
     assert (run.stdout, run.returncode) == ("[1.0, 1.0, 1.0, 1.0] [2.0, 2.0, 2.0, 2.0]\n", 0), (
         run.stderr

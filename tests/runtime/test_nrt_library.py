@@ -20,7 +20,7 @@ def child(code, **environ):
         env={**os.environ, **runtime_environment(), "PYTHONPATH": str(ROOT), **environ},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr
