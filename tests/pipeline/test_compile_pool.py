@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.pipeline.flight_process import REPOSITORY
@@ -135,13 +136,11 @@ def test_an_unexpected_exception_of_a_compiler_names_the_bucket(tmp_path):
 
 
 def children(pid: int) -> dict[int, str]:
-    """Command lines of the children of a process."""
+    """Command lines of the children of a process; those that end meanwhile are left out."""
     found = {}
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            with contextlib.suppress(OSError):
-                line = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-                found[int(child)] = line
+    for child in psutil.Process(pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found[child.pid] = " ".join(child.cmdline())
     return found
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import os
 import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -34,10 +36,9 @@ def forks_at_once(monkeypatch):
     assert children() <= before
 
 
-def children() -> set[str]:
+def children() -> set[int]:
     """Process ids of the children of this process, other tests' included; ended ones too."""
-    lists = (path.read_text() for path in Path("/proc/self/task").glob("*/children"))
-    return {pid for text in lists for pid in text.split()}
+    return {child.pid for child in psutil.Process().children()}
 
 
 def lines(caplog) -> list[str]:
@@ -131,6 +132,7 @@ def test_without_memory_for_a_fork_this_process_goes_on(caplog, monkeypatch):
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     monkeypatch.setattr(os, "fork", fork)
+    gc.collect()
     before = set(Path("/proc/self/fd").iterdir())
     found = dict(trace_all(specs(PlusOne()), workers=2, route="native", logger=logger))
     assert sorted(found) == [0, 1, 2, 3]
@@ -140,7 +142,8 @@ def test_without_memory_for_a_fork_this_process_goes_on(caplog, monkeypatch):
         "What is left is traced in this process, it cannot be forked: "
         "[Errno 12] Cannot allocate memory"
     )
-    assert set(Path("/proc/self/fd").iterdir()) == before
+    # Fewer, where the garbage of another test had some open.
+    assert set(Path("/proc/self/fd").iterdir()) <= before
 
 
 class PlusOne(nn.Module):
