@@ -36,12 +36,13 @@ demo: env ## serve a model cold and warm (MODEL=folder, PORT=number, DEVICE=host
 	@$(VENV)/python -m demo.serve $(if $(MODEL),--model '$(MODEL)') $(if $(PORT),--port '$(PORT)') $(if $(DEVICE),--device '$(DEVICE)')
 
 # The part without servers runs beside the part with them and is printed at the end. pytest's exit code 5
-# says that a part has none of the tests that PYTEST_ARGS selects.
+# says that a part has none of the tests that PYTEST_ARGS selects. Each part remembers its failures for
+# `make test PYTEST_ARGS='--last-failed --last-failed-no-failures none'`.
 test: env xla-env lint rust ## everything: lint, Rust tests, Python tests with real servers
 	@quick=$$(mktemp); quick_status=0; serve_status=0; \
-	$(TEST) -m 'not serve' $(PYTEST_ARGS) > "$$quick" 2>&1 & quick_pid=$$!; \
+	$(TEST) -o cache_dir=.pytest_cache/quick -m 'not serve' $(PYTEST_ARGS) > "$$quick" 2>&1 & quick_pid=$$!; \
 	trap 'kill $$quick_pid 2>/dev/null || true; rm -f "$$quick"' EXIT; \
-	$(TEST) -m serve $(PYTEST_ARGS) || serve_status=$$?; \
+	$(TEST) -o cache_dir=.pytest_cache/serve -m serve $(PYTEST_ARGS) || serve_status=$$?; \
 	wait $$quick_pid || quick_status=$$?; \
 	cat "$$quick"; \
 	[[ $$serve_status =~ ^[05]$$ && $$quick_status =~ ^[05]$$ && $$serve_status$$quick_status != 55 ]]
