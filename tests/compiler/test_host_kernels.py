@@ -104,6 +104,23 @@ def test_a_weight_that_is_transposed_and_one_that_is_used_twice():
     assert torch.equal(transposed, right.T)
 
 
+def test_a_product_of_a_product():
+    kind = tensor_type("float32", (3, 3))
+    module = lowered(
+        f"(%x: {kind}, %a: {kind}, %b: {kind}) -> {kind}",
+        f"""%0 = stablehlo.dot_general %x, %a, {product(kind, kind, kind)}
+        %1 = stablehlo.dot_general %0, %b, {product(kind, kind, kind)}
+        %2 = stablehlo.dot_general %1, %a, {product(kind, kind, kind)}
+        return %2 : {kind}""",
+    )
+    x, a, b = (torch.randn(3, 3) for _ in range(3))
+
+    assert calls(module) == 3
+    (found,) = run(module, x, a, b)
+
+    torch.testing.assert_close(found, x @ a.T @ b.T @ a.T)
+
+
 def test_a_weight_that_the_step_updates_in_place_is_read_before():
     x, weight = tensor_type("float32", (2, 8)), tensor_type("float32", (8, 8))
     module = lowered(

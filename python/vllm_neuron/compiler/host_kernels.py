@@ -63,15 +63,15 @@ def with_kernels(module: bytes) -> bytes:
         except ValueError:
             return module
         products = [
-            (operation, operands)
+            (operation, weight)
             for operation in _operations(parsed)
             if operation.name == "stablehlo.dot_general"
-            and (operands := _linear_operands(operation)) is not None
+            and (weight := _linear_weight(operation)) is not None
         ]
         if not products:
             return module
-        for operation, (x, weight) in products:
-            _replace(operation, x, weight)
+        for operation, weight in products:
+            _replace(operation, weight)
         bytecode = io.BytesIO()
         parsed.operation.write_bytecode(bytecode)
         return bytecode.getvalue()
@@ -85,8 +85,8 @@ def _operations(module: Any) -> Iterator[Any]:
                 yield operation.operation
 
 
-def _linear_operands(product: Any) -> tuple[Any, Any] | None:
-    """Return x and weight if a product is x times the transpose of a weight that is an input."""
+def _linear_weight(product: Any) -> Any | None:
+    """Return the weight if a product is x times the transpose of a weight that is an input."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
 
@@ -111,10 +111,10 @@ def _linear_operands(product: Any) -> tuple[Any, Any] | None:
         or tuple(str(kind.element_type) for kind in types) not in _TYPES
     ):
         return None
-    return x, weight
+    return weight
 
 
-def _replace(product: Any, x: Any, weight: Any) -> None:
+def _replace(product: Any, weight: Any) -> None:
     from jaxlib.mlir import ir
 
     index = ir.IndexType.get()
@@ -126,7 +126,8 @@ def _replace(product: Any, x: Any, weight: Any) -> None:
         call = ir.Operation.create(
             "stablehlo.custom_call",
             results=[product.results[0].type],
-            operands=[x, weight],
+            # Read here: x may be the result of a product that was replaced just before.
+            operands=[product.operands[0], weight],
             attributes={
                 "call_target_name": ir.StringAttr.get(LINEAR),
                 "api_version": ir.IntegerAttr.get(ir.IntegerType.get_signless(32), _TYPED_FFI),
