@@ -1,25 +1,30 @@
-"""Products with weights in programs of the host emulator, computed by kernels of our own.
+"""Products with weights and attention in programs of the host emulator, computed by our kernels.
 
-XLA's product of a few rows with a large weight rearranges the weight at each call; see
-docs/host-emulator.md. `with_kernels` puts custom calls in their place, which `register` makes known
-to XLA before a program with them is compiled or loaded.
+XLA's product of a few rows with a large weight rearranges the weight at each call, and attention
+gathers as much of the KV cache as a bucket has room for; see docs/host-emulator.md. `with_kernels`
+puts custom calls in their place, which `register` makes known to XLA before a program with them is
+compiled or loaded. The handlers are in rust/host/src/calls.rs.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from vllm_neuron import _core
+from vllm_neuron.compiler.host_attention import PagedAttention, paged_attention
 
-__all__ = ["LINEAR", "VERSION", "register", "with_kernels"]
+__all__ = ["LINEAR", "PAGED_ATTENTION", "VERSION", "register", "with_kernels"]
 
 VERSION = _core.HOST_KERNELS_VERSION
 """Version of the custom calls: operands, results, order of sums. Programs rely on one."""
 
 LINEAR = "vllm_neuron.linear"
-"""x times the transpose of a weight; the handler is rust/host/src/xla_ffi.rs."""
+"""x times the transpose of a weight."""
+
+PAGED_ATTENTION = "vllm_neuron.paged_attention"
+"""Attention over a paged KV cache."""
 
 # Element types of x, weight and result that the handler takes.
 _TYPES = {("f32", "f32", "f32"), ("bf16", "bf16", "bf16"), ("bf16", "bf16", "f32")}
@@ -42,7 +47,7 @@ def register(xla_client: Any) -> None:
 
 
 def with_kernels(module: bytes) -> bytes:
-    """Replace the products of a module that the kernels compute by custom calls.
+    """Replace what the kernels compute in a module by custom calls.
 
     Args:
         module: a StableHLO portable artifact.
@@ -62,16 +67,23 @@ def with_kernels(module: bytes) -> bytes:
             parsed = stablehlo.deserialize_portable_artifact(context, module)
         except ValueError:
             return module
+        replaced = False
         products = [
-            (operation, weight)
+            operation
             for operation in _operations(parsed)
             if operation.name == "stablehlo.dot_general"
-            and (weight := _linear_weight(operation)) is not None
         ]
-        if not products:
+        for product in products:
+            # Operands are read here: one may be the result of a product that was just replaced.
+            if (operands := _linear_operands(product)) is not None:
+                _replace(product, LINEAR, operands)
+            elif (attention := paged_attention(product)) is not None:
+                _replace_attention(product, attention)
+            else:
+                continue
+            replaced = True
+        if not replaced:
             return module
-        for operation, weight in products:
-            _replace(operation, weight)
         bytecode = io.BytesIO()
         parsed.operation.write_bytecode(bytecode)
         return bytecode.getvalue()
@@ -85,8 +97,8 @@ def _operations(module: Any) -> Iterator[Any]:
                 yield operation.operation
 
 
-def _linear_weight(product: Any) -> Any | None:
-    """Return the weight if a product is x times the transpose of a weight that is an input."""
+def _linear_operands(product: Any) -> tuple[Any, Any] | None:
+    """Return x and weight if a product is x times the transpose of a weight that is an input."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
 
@@ -111,30 +123,63 @@ def _linear_weight(product: Any) -> Any | None:
         or tuple(str(kind.element_type) for kind in types) not in _TYPES
     ):
         return None
-    return weight
+    return x, weight
 
 
-def _replace(product: Any, weight: Any) -> None:
+def _replace_attention(product: Any, attention: PagedAttention) -> None:
+    """Put a call in the place of the last product of an attention; XLA drops the rest."""
     from jaxlib.mlir import ir
 
-    index = ir.IndexType.get()
-    row_major = ir.DenseElementsAttr.get(
-        [ir.IntegerAttr.get(index, 1), ir.IntegerAttr.get(index, 0)],
-        ir.RankedTensorType.get([2], index),
-    )
+    with ir.InsertionPoint(product):
+        kind = ir.RankedTensorType.get([1], ir.F32Type.get())
+        cap = ir.FloatAttr.get(ir.F32Type.get(), attention.soft_cap or 0.0)
+        soft_cap = ir.Operation.create(
+            "stablehlo.constant",
+            results=[kind],
+            attributes={"value": ir.DenseElementsAttr.get_splat(kind, cap)},
+        ).results[0]
+    operands = [
+        attention.queries,
+        attention.keys,
+        attention.values,
+        attention.blocks,
+        attention.visible,
+        attention.live,
+        soft_cap,
+    ]
+    if attention.sinks is not None:
+        operands.append(attention.sinks)
+    _replace(product, PAGED_ATTENTION, operands)
+
+
+def _replace(product: Any, target: str, operands: Sequence[Any]) -> None:
+    """Put a call in the place of a product."""
+    from jaxlib.mlir import ir
+
+    result = product.results[0]
     with ir.InsertionPoint(product):
         call = ir.Operation.create(
             "stablehlo.custom_call",
-            results=[product.results[0].type],
-            # Read here: x may be the result of a product that was replaced just before.
-            operands=[product.operands[0], weight],
+            results=[result.type],
+            operands=list(operands),
             attributes={
-                "call_target_name": ir.StringAttr.get(LINEAR),
+                "call_target_name": ir.StringAttr.get(target),
                 "api_version": ir.IntegerAttr.get(ir.IntegerType.get_signless(32), _TYPED_FFI),
                 "backend_config": ir.DictAttr.get({}),
-                "operand_layouts": ir.ArrayAttr.get([row_major, row_major]),
-                "result_layouts": ir.ArrayAttr.get([row_major]),
+                "operand_layouts": ir.ArrayAttr.get([_row_major(value) for value in operands]),
+                "result_layouts": ir.ArrayAttr.get([_row_major(result)]),
             },
         )
-    product.results[0].replace_all_uses_with(call.results[0])
+    result.replace_all_uses_with(call.results[0])
     product.erase()
+
+
+def _row_major(value: Any) -> Any:
+    from jaxlib.mlir import ir
+
+    index = ir.IndexType.get()
+    rank = ir.RankedTensorType(value.type).rank
+    return ir.DenseElementsAttr.get(
+        [ir.IntegerAttr.get(index, at) for at in reversed(range(rank))],
+        ir.RankedTensorType.get([rank], index),
+    )

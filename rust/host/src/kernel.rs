@@ -72,7 +72,23 @@ pub(crate) trait Kernel {
     unsafe fn load_w(from: *const Self::W) -> Self::WVector;
     unsafe fn add_product(sums: Self::Sums, x: Self::XVector, w: Self::WVector) -> Self::Sums;
     unsafe fn total(sums: Self::Sums) -> f32;
+    /// What `total` gives of each.
+    #[inline(always)]
+    unsafe fn totals(sums: [Self::Sums; COLUMNS]) -> [f32; COLUMNS] {
+        // SAFETY: the caller's.
+        sums.map(|sums| unsafe { Self::total(sums) })
+    }
     fn multiply(x: Self::X, w: Self::W) -> f32;
+}
+
+/// A kernel that also scales rows of the weight, for sums of them.
+///
+/// # Safety
+///
+/// As of `Kernel`.
+pub(crate) trait Blend: Kernel<X = f32> {
+    unsafe fn splat(x: f32) -> Self::XVector;
+    unsafe fn store(sums: Self::Sums, to: *mut f32);
 }
 
 /// Rows of the weight whose sums are in registers at once.
@@ -86,6 +102,8 @@ pub(crate) struct Rectangle<X, W, Y> {
     pub(crate) rows: usize,
     pub(crate) columns: usize,
     pub(crate) inner: usize,
+    /// Distance of two rows of the weight.
+    pub(crate) w_stride: usize,
     /// Distance of two rows of the result.
     pub(crate) y_stride: usize,
 }
@@ -159,7 +177,7 @@ impl<X, W, Y> Rectangle<X, W, Y> {
         // SAFETY: the tile lies inside of the rectangle, and a step inside of its rows.
         unsafe {
             let x = self.x.add(row * self.inner);
-            let w = self.w.add(column * self.inner);
+            let w = self.w.add(column * self.w_stride);
             let mut sums = [[K::zero(); N]; M];
             let stepped = self.inner - self.inner % K::STEP;
             let mut at = 0;
@@ -167,12 +185,12 @@ impl<X, W, Y> Rectangle<X, W, Y> {
                 if row + M >= self.rows {
                     // The next columns, while these are multiplied with the last rows.
                     for n in 0..N {
-                        K::prefetch(w.wrapping_add((N + n) * self.inner + at));
+                        K::prefetch(w.wrapping_add((N + n) * self.w_stride + at));
                     }
                 }
                 let mut weights = [K::load_w(w.add(at)); N];
                 for (n, weight) in weights.iter_mut().enumerate().skip(1) {
-                    *weight = K::load_w(w.add(n * self.inner + at));
+                    *weight = K::load_w(w.add(n * self.w_stride + at));
                 }
                 for (m, sums) in sums.iter_mut().enumerate() {
                     let left = K::load_x(x.add(m * self.inner + at));
@@ -183,11 +201,19 @@ impl<X, W, Y> Rectangle<X, W, Y> {
                 at += K::STEP;
             }
             for (m, sums) in sums.iter().enumerate() {
-                for (n, sums) in sums.iter().enumerate() {
-                    let mut sum = K::total(*sums);
+                let mut four = [K::zero(); COLUMNS];
+                four[..N].copy_from_slice(sums);
+                let totals = if N == 1 {
+                    [K::total(four[0]); COLUMNS]
+                } else {
+                    K::totals(four)
+                };
+                for (n, mut sum) in totals.into_iter().enumerate().take(N) {
                     for at in stepped..self.inner {
-                        sum +=
-                            K::multiply(*x.add(m * self.inner + at), *w.add(n * self.inner + at));
+                        sum += K::multiply(
+                            *x.add(m * self.inner + at),
+                            *w.add(n * self.w_stride + at),
+                        );
                     }
                     *self.y.add((row + m) * self.y_stride + column + n) = Y::from_sum(sum);
                 }
@@ -218,6 +244,19 @@ impl Widened for Bf16 {
     #[inline(always)]
     fn widened(self) -> f32 {
         self.widen()
+    }
+}
+
+impl<W: Widened> Blend for Plain<W> {
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> Self::XVector {
+        [x; LANES]
+    }
+
+    #[inline(always)]
+    unsafe fn store(sums: Self::Sums, to: *mut f32) {
+        // SAFETY: the caller's.
+        unsafe { to.cast::<Self::Sums>().write_unaligned(sums) }
     }
 }
 

@@ -204,6 +204,7 @@ fn run<X, W, Y>(
                     rows: block.min(rows - row),
                     columns: PIECE_COLUMNS.min(columns - column),
                     inner,
+                    w_stride: inner,
                     y_stride: columns,
                 }
             };

@@ -8,15 +8,17 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
 use std::slice;
 
-use crate::kernel::Bf16;
 use crate::parallel::Pool;
-use crate::product::{Instructions, Shape, product_bf16, product_f32};
 
 const EXTENSION_METADATA: c_int = 1;
 const VERSION: (c_int, c_int) = (0, 3);
 const INVALID_ARGUMENT: c_int = 3;
-const F32: c_int = 11;
-const BF16: c_int = 16;
+/// Element types, `XLA_FFI_DataType`.
+pub(crate) const PRED: c_int = 1;
+pub(crate) const S16: c_int = 3;
+pub(crate) const S64: c_int = 5;
+pub(crate) const F32: c_int = 11;
+pub(crate) const BF16: c_int = 16;
 
 #[repr(C)]
 struct Extension {
@@ -104,11 +106,12 @@ struct ErrorDestroy {
     error: XlaError,
 }
 
+/// An operand or a result.
 #[repr(C)]
-struct Buffer {
+pub(crate) struct Buffer {
     struct_size: usize,
     extension: *mut Extension,
-    dtype: c_int,
+    pub(crate) dtype: c_int,
     data: *mut c_void,
     rank: i64,
     dims: *const i64,
@@ -139,29 +142,26 @@ pub struct CallFrame {
 /// What XLA calls.
 pub type Handler = unsafe extern "C" fn(*mut CallFrame) -> XlaError;
 
-/// The custom calls by name.
-pub const HANDLERS: &[(&str, Handler)] = &[("vllm_neuron.linear", linear)];
-
-/// The handler of the custom call `vllm_neuron.linear`: operands x (rows, inner) and weight
-/// (columns, inner), both float32 or both bfloat16; result (rows, columns) of the same type or,
-/// of bfloat16 operands, float32.
+/// Answers XLA's question for the version, or has `compute` do the work.
 ///
 /// # Safety
 ///
-/// XLA calls it.
-unsafe extern "C" fn linear(frame: *mut CallFrame) -> XlaError {
-    // SAFETY: XLA's frame, valid for the call.
+/// XLA's frame.
+pub(crate) unsafe fn handle(
+    frame: *mut CallFrame,
+    name: &str,
+    compute: impl FnOnce(&CallFrame) -> Result<(), String>,
+) -> XlaError {
+    // SAFETY: valid for the call.
     let frame = unsafe { &*frame };
     // SAFETY: as above.
     if unsafe { answer_metadata(frame) } {
         return ptr::null_mut();
     }
-    // SAFETY: as above.
-    let outcome = catch_unwind(AssertUnwindSafe(|| unsafe { multiply(frame) }));
-    match outcome {
+    match catch_unwind(AssertUnwindSafe(|| compute(frame))) {
         Ok(Ok(())) => ptr::null_mut(),
-        Ok(Err(reason)) => fail(frame, &reason),
-        Err(_) => fail(frame, "the kernel panicked"),
+        Ok(Err(reason)) => fail(frame, name, &reason),
+        Err(_) => fail(frame, name, "the kernel panicked"),
     }
 }
 
@@ -184,8 +184,8 @@ unsafe fn answer_metadata(frame: &CallFrame) -> bool {
     true
 }
 
-fn fail(frame: &CallFrame, reason: &str) -> XlaError {
-    let message = CString::new(format!("vllm_neuron.linear: {reason}")).unwrap_or_default();
+fn fail(frame: &CallFrame, name: &str, reason: &str) -> XlaError {
+    let message = CString::new(format!("{name}: {reason}")).unwrap_or_default();
     let mut create = ErrorCreate {
         struct_size: size_of::<ErrorCreate>(),
         extension: ptr::null_mut(),
@@ -196,113 +196,98 @@ fn fail(frame: &CallFrame, reason: &str) -> XlaError {
     unsafe { ((*frame.api).error_create)(&raw mut create) }
 }
 
-unsafe fn multiply(frame: &CallFrame) -> Result<(), String> {
-    // SAFETY: XLA's buffers, valid for the call.
-    unsafe {
-        let [x, weight] = buffers::<2>(&frame.arguments)?;
-        let [y] = buffers::<1>(&frame.results)?;
-        let ([rows, inner], [columns, weight_inner]) = (sizes(x)?, sizes(weight)?);
-        if inner != weight_inner || sizes(y)? != [rows, columns] {
-            return Err(format!(
-                "expected (rows, inner), (columns, inner) and (rows, columns), found {:?}, {:?} \
-                 and {:?}",
-                sizes(x)?,
-                sizes(weight)?,
-                sizes(y)?
-            ));
+impl CallFrame {
+    /// Returns the operands.
+    ///
+    /// # Safety
+    ///
+    /// XLA's frame, during the call.
+    pub(crate) unsafe fn operands(&self) -> &[&Buffer] {
+        // SAFETY: the caller's.
+        unsafe { self.arguments.all() }
+    }
+
+    /// Returns the result, if there is one and no other.
+    ///
+    /// # Safety
+    ///
+    /// As of `operands`.
+    pub(crate) unsafe fn result(&self) -> Result<&Buffer, String> {
+        // SAFETY: the caller's.
+        match unsafe { self.results.all() } {
+            [result] => Ok(result),
+            others => Err(format!("expected 1 result, found {}", others.len())),
         }
-        let shape = Shape {
-            rows,
-            inner,
-            columns,
+    }
+}
+
+impl Buffers {
+    unsafe fn all(&self) -> &[&Buffer] {
+        match usize::try_from(self.size) {
+            // SAFETY: XLA passes as many pointers as it says, none of them null.
+            Ok(size) if size > 0 => unsafe { slice::from_raw_parts(self.each.cast(), size) },
+            _ => &[],
+        }
+    }
+}
+
+impl Buffer {
+    /// Returns the sizes of the dimensions.
+    ///
+    /// # Safety
+    ///
+    /// XLA's buffer, during the call.
+    pub(crate) unsafe fn sizes(&self) -> Result<Vec<usize>, String> {
+        let dims = match usize::try_from(self.rank) {
+            Ok(0) => &[],
+            // SAFETY: there are `rank` sizes.
+            Ok(rank) => unsafe { slice::from_raw_parts(self.dims, rank) },
+            Err(_) => return Err(format!("expected dimensions, found {}", self.rank)),
         };
-        let pool = XlaPool(frame);
-        let with = Instructions::best();
-        match (x.dtype, weight.dtype, y.dtype) {
-            (F32, F32, F32) => {
-                product_f32(
-                    &pool,
-                    with,
-                    shape,
-                    elements(x),
-                    elements(weight),
-                    elements_mut(y),
-                );
-            }
-            (BF16, BF16, F32) => product_bf16::<f32>(
-                &pool,
-                with,
-                shape,
-                elements(x),
-                elements(weight),
-                elements_mut(y),
-            ),
-            (BF16, BF16, BF16) => product_bf16::<Bf16>(
-                &pool,
-                with,
-                shape,
-                elements(x),
-                elements(weight),
-                elements_mut(y),
-            ),
-            types => {
-                return Err(format!(
-                    "expected float32 or bfloat16, found types {types:?}"
-                ));
-            }
+        dims.iter()
+            .map(|&size| {
+                usize::try_from(size).map_err(|_| format!("expected sizes, found {dims:?}"))
+            })
+            .collect()
+    }
+
+    unsafe fn length(&self) -> usize {
+        // SAFETY: the caller's.
+        unsafe { self.sizes() }.map_or(0, |sizes| sizes.iter().product())
+    }
+
+    /// Returns the elements.
+    ///
+    /// # Safety
+    ///
+    /// As of `sizes`; `dtype` is that of `T`.
+    pub(crate) unsafe fn elements<T>(&self) -> &[T] {
+        // SAFETY: the caller's.
+        match unsafe { self.length() } {
+            0 => &[],
+            // SAFETY: XLA's memory of so many elements of this type.
+            length => unsafe { slice::from_raw_parts(self.data.cast(), length) },
         }
     }
-    Ok(())
-}
 
-unsafe fn buffers<const N: usize>(list: &Buffers) -> Result<[&Buffer; N], String> {
-    if usize::try_from(list.size) != Ok(N) {
-        return Err(format!("expected {N} buffers, found {}", list.size));
-    }
-    // SAFETY: the caller's; XLA passes as many pointers as it says.
-    Ok(std::array::from_fn(|index| unsafe {
-        &**list.each.add(index)
-    }))
-}
-
-unsafe fn sizes(buffer: &Buffer) -> Result<[usize; 2], String> {
-    if buffer.rank != 2 {
-        return Err(format!("expected a matrix, found rank {}", buffer.rank));
-    }
-    // SAFETY: the caller's; there are `rank` sizes.
-    let dims = unsafe { slice::from_raw_parts(buffer.dims, 2) };
-    match (usize::try_from(dims[0]), usize::try_from(dims[1])) {
-        (Ok(rows), Ok(columns)) => Ok([rows, columns]),
-        _ => Err(format!("expected sizes, found {dims:?}")),
-    }
-}
-
-unsafe fn length(buffer: &Buffer) -> usize {
-    // SAFETY: the caller's.
-    unsafe { sizes(buffer) }.map_or(0, |[rows, columns]| rows * columns)
-}
-
-unsafe fn elements<T>(buffer: &Buffer) -> &[T] {
-    // SAFETY: the caller's.
-    match unsafe { length(buffer) } {
-        0 => &[],
-        // SAFETY: the caller's: XLA's memory of so many elements, of the type that was compared.
-        length => unsafe { slice::from_raw_parts(buffer.data.cast(), length) },
-    }
-}
-
-#[allow(clippy::mut_from_ref)] // The memory is XLA's, not the descriptor's.
-unsafe fn elements_mut<T>(buffer: &Buffer) -> &mut [T] {
-    // SAFETY: the caller's.
-    match unsafe { length(buffer) } {
-        0 => &mut [],
-        // SAFETY: as above; a result shares no memory with an argument.
-        length => unsafe { slice::from_raw_parts_mut(buffer.data.cast(), length) },
+    /// Returns the elements of a result.
+    ///
+    /// # Safety
+    ///
+    /// As of `elements`; called once.
+    #[allow(clippy::mut_from_ref)] // The memory is XLA's, not the descriptor's.
+    pub(crate) unsafe fn elements_mut<T>(&self) -> &mut [T] {
+        // SAFETY: the caller's.
+        match unsafe { self.length() } {
+            0 => &mut [],
+            // SAFETY: as above; a result shares no memory with an operand.
+            length => unsafe { slice::from_raw_parts_mut(self.data.cast(), length) },
+        }
     }
 }
 
 /// The thread pool of the XLA program that makes the call.
-struct XlaPool<'a>(&'a CallFrame);
+pub(crate) struct XlaPool<'a>(pub(crate) &'a CallFrame);
 
 impl XlaPool<'_> {
     /// Whether a call of XLA succeeded; its error is freed.

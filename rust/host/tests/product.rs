@@ -2,11 +2,10 @@
 
 #![allow(clippy::unwrap_used)]
 
-use std::ffi::c_void;
-use std::sync::Mutex;
-use std::thread::{self, JoinHandle};
+mod threads;
 
-use vllm_neuron_host::{Bf16, Inline, Instructions, Pool, Shape, product_bf16, product_f32};
+use threads::Threads;
+use vllm_neuron_host::{Bf16, Inline, Instructions, Shape, product_bf16, product_f32};
 
 /// Rows at and around the tiles of 2 and 6 and the blocks of 12.
 const ROWS: [usize; 6] = [1, 2, 3, 16, 17, 128];
@@ -14,37 +13,6 @@ const ROWS: [usize; 6] = [1, 2, 3, 16, 17, 128];
 const INNER: [usize; 8] = [0, 1, 7, 8, 33, 64, 577, 1023];
 /// Columns at and around the tiles of 4 and the pieces of 64.
 const COLUMNS: [usize; 5] = [1, 3, 4, 67, 129];
-
-/// Threads of its own for each piece of help.
-struct Threads(Mutex<Vec<JoinHandle<()>>>);
-
-impl Threads {
-    fn new() -> Self {
-        Self(Mutex::new(Vec::new()))
-    }
-
-    fn join(self) {
-        for thread in self.0.into_inner().unwrap() {
-            thread.join().unwrap();
-        }
-    }
-}
-
-impl Pool for Threads {
-    fn threads(&self) -> usize {
-        5
-    }
-
-    fn start(&self, task: unsafe extern "C" fn(*mut c_void), data: *mut c_void) -> bool {
-        let data = data as usize;
-        let work = move || {
-            // SAFETY: called once, with what was passed.
-            unsafe { task(data as *mut c_void) }
-        };
-        self.0.lock().unwrap().push(thread::spawn(work));
-        true
-    }
-}
 
 fn shapes() -> impl Iterator<Item = Shape> {
     ROWS.into_iter().flat_map(|rows| {
