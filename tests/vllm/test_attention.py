@@ -186,7 +186,7 @@ def test_an_encoder_sees_what_follows_and_no_padding(length, window, garbage):
         ("ALiBi", {"alibi_slopes": [0.5] * HEADS}),
         ("attention type encoder_decoder", {"attn_type": "encoder_decoder"}),
         ("a KV cache shared between layers", {"kv_sharing_target_layer_name": "layer"}),
-        ("KV cache dtype fp8", {"kv_cache_dtype": "fp8"}),
+        ("KV cache dtype int8_per_token_head", {"kv_cache_dtype": "int8_per_token_head"}),
         ("attention with use_direct_call", {"use_direct_call": True}),
     ],
 )

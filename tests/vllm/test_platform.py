@@ -70,8 +70,16 @@ def refusal(start, name):
             ),
             "--kv-transfer-config",
         ),
-        (("--quantization", "fp8"), "--quantization"),
-        (("--kv-cache-dtype", "fp8"), "--kv-cache-dtype"),
+        (("--quantization", "torchao"), "--quantization"),
+        (
+            ("--quantization-config", '{"linear": {"weight": "fp8_per_tensor_static"}}'),
+            "--quantization-config",
+        ),
+        (("--kv-cache-dtype", "int8_per_token_head"), "--kv-cache-dtype"),
+        (
+            ("--kv-cache-dtype", "fp8", "--kv-cache-dtype-skip-layers", "0"),
+            "--kv-cache-dtype-skip-layers",
+        ),
         (
             (
                 *("--runner", "pooling", "--enable-chunked-prefill"),

@@ -29,6 +29,7 @@ from vllm.v1.attention.backend import (
 from vllm_neuron.errors import ConfigurationError
 
 __all__ = [
+    "FP8_CACHE_DTYPES",
     "EncoderMetadata",
     "NeuronAttention",
     "NeuronAttentionBackend",
@@ -37,6 +38,13 @@ __all__ = [
 ]
 
 KVCache = tuple[torch.Tensor, torch.Tensor]
+
+#: fp8 by vLLM's names of it as KV cache dtype; the caches hold its bits as uint8.
+FP8_CACHE_DTYPES = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
 
 
 @dataclass
@@ -232,7 +240,11 @@ class NeuronAttention(AttentionImpl[NeuronAttentionMetadata]):
                 attn_type not in (AttentionType.DECODER, AttentionType.ENCODER_ONLY),
             ),
             ("a KV cache shared between layers", kv_sharing_target_layer_name is not None),
-            (f"KV cache dtype {kv_cache_dtype}", kv_cache_dtype.startswith(("fp8", "int", "nvfp"))),
+            (
+                f"KV cache dtype {kv_cache_dtype}",
+                kv_cache_dtype.startswith(("fp8", "int", "nvfp"))
+                and kv_cache_dtype not in FP8_CACHE_DTYPES,
+            ),
             (f"attention with {', '.join(unknown)}", bool(unknown)),
         ):
             if present:
@@ -248,6 +260,7 @@ class NeuronAttention(AttentionImpl[NeuronAttentionMetadata]):
         self.scale = float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
+        self.fp8_dtype = FP8_CACHE_DTYPES.get(kv_cache_dtype)
         self.window = sliding_window
         self.soft_cap = logits_soft_cap or None
         self.sinks = sinks
@@ -288,10 +301,18 @@ class NeuronAttention(AttentionImpl[NeuronAttentionMetadata]):
             keys, values = key.view(shape), value.view(shape)
         else:
             key_cache, value_cache = step.kv_caches[layer.layer_name]
-            dtype = layer.kv_cache_torch_dtype
-            _write(key_cache, step.slots, key.to(dtype))
-            _write(value_cache, step.slots, value.to(dtype))
-            keys, values = _gather(key_cache, step, dtype), _gather(value_cache, step, dtype)
+            if self.fp8_dtype is None:
+                dtype = layer.kv_cache_torch_dtype
+                _write(key_cache, step.slots, key.to(dtype))
+                _write(value_cache, step.slots, value.to(dtype))
+                keys, values = _gather(key_cache, step, dtype), _gather(value_cache, step, dtype)
+            else:
+                dtype, key_scale, value_scale = self.fp8_dtype, layer._k_scale, layer._v_scale
+                _write(key_cache, step.slots, _to_fp8(key, key_scale, dtype))
+                _write(value_cache, step.slots, _to_fp8(value, value_scale, dtype))
+                keys = _gather(key_cache, step, dtype).float() * key_scale
+                values = _gather(value_cache, step, dtype).float() * value_scale
+                values = values.to(query.dtype)
         keys, values = _by_head(keys), _by_head(torch.where(step.live, values, 0))
 
         # The query heads that share a KV head are rows of one matrix product.
@@ -341,6 +362,12 @@ def _write(
     the reads of this step, one for the next step.
     """
     cache.index_put_(slots, rows.view(cache.dtype))
+
+
+def _to_fp8(rows: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns rows / scale as fp8; what is out of range becomes the largest number (as vLLM's)."""
+    largest = torch.finfo(dtype).max
+    return (rows.float() / scale).clamp(-largest, largest).to(dtype)
 
 
 def _gather(cache: torch.Tensor, step: NeuronAttentionMetadata, dtype: torch.dtype) -> torch.Tensor:

@@ -111,6 +111,7 @@ def model_factors(vllm_config: VllmConfig, model: torch.nn.Module) -> dict[str, 
         "class": f"{type(model).__module__}.{type(model).__qualname__}",
         "hf_config": _hf_config(model_config.hf_config),
         "config": _fields(model_config, MODEL_FIELDS_OUTSIDE),
+        "quantization": _quantization(vllm_config.quant_config),
         "cache": _fields(vllm_config.cache_config, CACHE_FIELDS_OUTSIDE),
         "parallel": {
             name: _normal(f"parallel_config.{name}", getattr(vllm_config.parallel_config, name))
@@ -129,6 +130,16 @@ def describe(vllm_config: VllmConfig) -> dict[str, str]:
     if isinstance(name, list):
         name = name[0]
     return {"model": str(name).rstrip("/").rsplit("/", 1)[-1]}
+
+
+def _quantization(config: Any) -> Any:
+    """What a checkpoint says of its quantisation; it may stand outside of the model's config."""
+    if config is None:
+        return None
+    return {
+        "class": f"{type(config).__module__}.{type(config).__qualname__}",
+        "settings": _normal("quantization_config", config.full_config),
+    }
 
 
 def _hf_config(config: Any) -> dict[str, Any]:

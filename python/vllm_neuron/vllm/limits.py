@@ -42,10 +42,14 @@ def _above_one(section: str, name: str) -> Callable[[VllmConfig], int | None]:
     return value
 
 
+#: fp8 KV caches; the attention backend has their dtypes, and imports too much for here.
+FP8_CACHE = ("fp8", "fp8_e4m3", "fp8_e5m2")
+
+
 def _kv_cache_dtype(vllm_config: VllmConfig) -> str | None:
     cache_dtype = vllm_config.cache_config.cache_dtype
     model_dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
-    return None if cache_dtype in ("auto", model_dtype) else cache_dtype
+    return None if cache_dtype in ("auto", model_dtype, *FP8_CACHE) else cache_dtype
 
 
 _ONE = "Leave it at 1: this version runs one process on one device."
@@ -79,9 +83,20 @@ ENGINE_LIMITS = (
         _UNSET,
     ),
     Limit("--ec-transfer-config", lambda c: c.ec_transfer_config is not None, _UNSET),
-    Limit("--quantization", lambda c: c.model_config.quantization, "Use a model without it."),
     Limit(
-        "--kv-cache-dtype", _kv_cache_dtype, "Leave it at auto: the KV cache has the model's dtype."
+        "--quantization-config",
+        lambda c: c.model_config.quantization_config is not None,
+        "Unset it: weights are not quantised while they are loaded.",
+    ),
+    Limit(
+        "--kv-cache-dtype",
+        _kv_cache_dtype,
+        f"Leave it at auto, for the model's dtype, or set one of {', '.join(FP8_CACHE)}.",
+    ),
+    Limit(
+        "--kv-cache-dtype-skip-layers",
+        lambda c: ", ".join(c.cache_config.kv_cache_dtype_skip_layers or ()) or None,
+        "Unset it: all layers have one KV cache dtype.",
     ),
     Limit(
         "--runner",

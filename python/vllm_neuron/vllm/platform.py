@@ -16,7 +16,7 @@ from vllm_neuron.errors import ConfigurationError
 from vllm_neuron.lowering import xla_interpreter
 from vllm_neuron.requirements import check_packages
 from vllm_neuron.route import LogLine, Route
-from vllm_neuron.vllm import limits
+from vllm_neuron.vllm import limits, quantization
 from vllm_neuron.vllm.buckets import resolve_buckets
 from vllm_neuron.vllm.config import parse_additional_config
 
@@ -199,6 +199,16 @@ class NeuronPlatform(Platform):
                 value=selected_backend.name,
             )
         return _ATTENTION_BACKEND
+
+    @classmethod
+    def verify_quantization(cls, quant: str) -> None:
+        """Called with the quantisation method of a model, before its configuration is read.
+
+        Raises:
+            ConfigurationError: the method is not served.
+        """
+        quantization.check_method(quant)
+        quantization.register()
 
     # --- configuration ---------------------------------------------------------------------------
 
