@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import linear
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 
 from tests import quantized
 from vllm_neuron import capture
@@ -16,6 +17,8 @@ from vllm_neuron.errors import ConfigurationError
 from vllm_neuron.vllm import factors, quantization
 from vllm_neuron.vllm.quantization.arithmetic import expand_blocks, unpack, unpack_awq
 from vllm_neuron.vllm.quantization.awq import AWQConfig, AWQLinearMethod
+from vllm_neuron.vllm.quantization.compressed_tensors import NeuronCompressedTensorsConfig
+from vllm_neuron.vllm.quantization.fp8 import NeuronFp8Config
 from vllm_neuron.vllm.quantization.gptq import GPTQConfig, GPTQLinearMethod
 
 GPTQ = {"bits": 4, "group_size": 16, "sym": True, "desc_act": False}
@@ -211,3 +214,39 @@ def test_settings_of_a_checkpoint_are_factors_of_the_trace_key():
     awq = factors._quantization(AWQConfig.from_config(AWQ))
     assert awq["class"] == "vllm_neuron.vllm.quantization.awq.AWQConfig"
     assert SimpleNamespace(**dict(awq["settings"])).version == "gemm"
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (GPTQConfig.from_config(GPTQ), "gptq"),
+        (AWQConfig.from_config(AWQ), "awq"),
+        (
+            NeuronFp8Config.from_config({"quant_method": "fp8", "activation_scheme": "dynamic"}),
+            "fp8",
+        ),
+        (
+            NeuronCompressedTensorsConfig.from_config(
+                {
+                    "format": "pack-quantized",
+                    "config_groups": {
+                        "a": {
+                            "targets": ["Linear"],
+                            "weights": {"num_bits": 4, "type": "int", "strategy": "channel"},
+                        }
+                    },
+                }
+            ),
+            "compressed-tensors",
+        ),
+    ],
+)
+def test_quantised_experts_are_refused_by_name(config, name):
+    experts = RoutedExperts.__new__(RoutedExperts)
+    torch.nn.Module.__init__(experts)
+    with pytest.raises(ConfigurationError) as caught:
+        config.get_quant_method(experts, "model.layers.0.mlp.experts")
+    assert str(caught.value) == (
+        f"--quantization ({name}) with quantised experts (layer model.layers.0.mlp.experts) is not "
+        "supported on Neuron in this version. Use a checkpoint whose experts are not quantised."
+    )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests import models, quantized
-from tests.vllm.engine import HOST, Engine, model_runner
+from tests.vllm.engine import CPU_MODE, HOST, Engine, model_runner
 
 pytestmark = pytest.mark.serve
 
@@ -82,10 +82,10 @@ PROMPT = [5 + (i * 37) % 250 for i in range(48)]
 GENERATED = 16
 
 
-def log_probabilities(made, cache_root, **options):
+def log_probabilities(made, cache_root, *, mode=HOST, **options):
     """Of all tokens after each position: of the engine, of the reference, and of it unrounded."""
     with Engine(
-        made.folder, HOST, cache_root=cache_root, max_logprobs=-1, **ONE_OF_EACH, **options
+        made.folder, mode, cache_root=cache_root, max_logprobs=-1, **ONE_OF_EACH, **options
     ) as engine:
         params = {
             "temperature": 0,
@@ -116,6 +116,8 @@ def test_rounded_activations_are_those_of_the_format(kind, tmp_path):
         made = quantized.build_compressed(tmp_path)
     elif kind == "fp8-block":
         made = quantized.build_fp8(tmp_path, scheme="block")
+        # tests/vllm/test_quantized_kernels.py compiles its product.
+        options["mode"] = CPU_MODE
     else:
         made = quantized.build_fp8(tmp_path, scheme="static")
         options["kv_cache_dtype"] = "fp8"
