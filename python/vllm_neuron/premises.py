@@ -325,8 +325,9 @@ def _advance(value: Any, operation: str, argument: Any) -> Any:
         if operation == "item" and isinstance(value, dict):
             return dict.get(value, argument, _MISSING)
         if operation == "item" and isinstance(value, list | tuple):
-            base = list if isinstance(value, list) else tuple
-            return base.__getitem__(value, argument)
+            if isinstance(value, list):
+                return list.__getitem__(value, argument)
+            return tuple.__getitem__(value, argument)
         if operation in ("nth key", "nth") and isinstance(value, dict):
             key = list(dict.keys(value))[argument]
             return key if operation == "nth key" else dict.__getitem__(value, key)
@@ -397,9 +398,11 @@ def _path(source: Any, self_name: str, scope: Mapping[str, Any]) -> Path | None:
     path = _path(source.base, self_name, scope)
     if path is None:
         return None
-    parts = list(_parts(source, sources))
-    if None in parts:
-        return None
+    parts: list[list[Any]] = []
+    for part in _parts(source, sources):
+        if part is None:
+            return None
+        parts.append(part)
     if path[-1] == ["attr", "_modules"] and parts and parts[0][0] == "item":
         return [*path[:-1], ["child", parts[0][1]]]
     return [*path, *parts]

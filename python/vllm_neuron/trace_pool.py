@@ -18,7 +18,7 @@ import selectors
 import signal
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -89,7 +89,7 @@ def trace(spec: GraphSpec) -> Traced:
 
 def trace_all(
     specs: Sequence[GraphSpec], *, workers: int, route: str, logger: logging.Logger
-) -> Iterator[tuple[int, Traced | CaptureError]]:
+) -> Generator[tuple[int, Traced | CaptureError], None, None]:
     """Trace graphs, several at a time where that pays; nothing is left running at the end.
 
     Args:
@@ -150,7 +150,7 @@ class _Processes:
 
     def run(
         self, waiting: list[int], logger: logging.Logger
-    ) -> Iterator[tuple[int, Traced | CaptureError]]:
+    ) -> Generator[tuple[int, Traced | CaptureError], None, list[int]]:
         """Yield what the processes answer; return the graphs that got no answer."""
         waiting, unanswered = list(waiting), []
         while waiting or self._running:

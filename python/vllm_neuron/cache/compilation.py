@@ -17,6 +17,7 @@ from typing import Any
 
 from vllm_neuron import _core
 from vllm_neuron.cache import keys
+from vllm_neuron.cache.entries import EntryKind
 from vllm_neuron.cache.explain import Miss, MissReasons
 from vllm_neuron.cache.single_flight import Flights, SharedFailure
 from vllm_neuron.cache.tiers import Tiers
@@ -215,7 +216,7 @@ class CompilationCache:
         )
         return CompiledNeff(data=data, key=key, hit=False, index=parsed.index())
 
-    def _set_aside(self, kind: str, key: _core.Key, reason: str) -> None:
+    def _set_aside(self, kind: EntryKind, key: _core.Key, reason: str) -> None:
         self._logger.warning(
             "Compilation cache: the %s entry %s is set aside: %s", kind, key.short, reason
         )

@@ -12,12 +12,15 @@ import logging
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from vllm_neuron import _core
 from vllm_neuron.errors import StoreError
 
-__all__ = ["EntryStore", "open_to_readers", "sections_of"]
+__all__ = ["EntryKind", "EntryStore", "open_to_readers", "sections_of"]
+
+#: What an entry holds, as docs/entry-format.md names it.
+EntryKind = Literal["trace", "lowering", "neff"]
 
 #: Most entries that are read to explain a miss; the newest ones are the likeliest to be near.
 MOST_COMPARED = 256
@@ -41,13 +44,13 @@ class EntryStore:
         self.write_failure: str | None = None
         self._said: set[str] = set()
 
-    def get(self, kind: str, key: str) -> _core.Entry | None:
+    def get(self, kind: EntryKind, key: str) -> _core.Entry | None:
         """Look an entry up; None is a miss, whatever its reason."""
         entry = self._store.get(kind, key)
         self._log_problems()
         return entry
 
-    def put(self, kind: str, key: str, sections: Mapping[str, bytes | memoryview]) -> bool:
+    def put(self, kind: EntryKind, key: str, sections: Mapping[str, bytes | memoryview]) -> bool:
         """Publish an entry; False if it was there already or could not be written."""
         try:
             is_new = self._store.put(kind, key, sections)
@@ -67,7 +70,7 @@ class EntryStore:
         """Whether there is an entry, sound or not, at the place of a key."""
         return (self.root / "v1" / key[:2] / key).exists()
 
-    def remove(self, kind: str, key: str) -> None:
+    def remove(self, kind: EntryKind, key: str) -> None:
         """Take an entry away that turned out to be unusable, so that a good one can replace it."""
         try:
             self._store.remove(kind, key)
@@ -95,7 +98,7 @@ class EntryStore:
         """Return the single-flight lock of a key; `note` says to waiters what its holder does."""
         return self._store.lock(key, note=note)
 
-    def described(self, kind: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    def described(self, kind: EntryKind) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """Yield the record and the factors of the newest entries of a kind.
 
         Only explaining a miss pays for it. What has no such sections is passed over.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_neuron.cache import keys
+from vllm_neuron.cache.entries import EntryKind
 
 if TYPE_CHECKING:
     from vllm_neuron import _core
@@ -43,7 +44,7 @@ class MissReasons:
         kind: of the entries.
     """
 
-    def __init__(self, tiers: Tiers, kind: str) -> None:
+    def __init__(self, tiers: Tiers, kind: EntryKind) -> None:
         self._tiers = tiers
         self._kind = kind
         self._known: list[tuple[dict[str, Any], dict[str, Any]]] | None = None

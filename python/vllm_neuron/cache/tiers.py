@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_neuron import _core
-from vllm_neuron.cache.entries import EntryStore, sections_of
+from vllm_neuron.cache.entries import EntryKind, EntryStore, sections_of
 
 if TYPE_CHECKING:
     from vllm_neuron.envs import Settings
@@ -71,18 +71,18 @@ class Tiers:
         tiers = {LOCAL: self.local, ARTIFACTS: self.artifacts, REMOTE: self.remote}
         return {tier: store.root for tier, store in tiers.items() if store is not None}
 
-    def find(self, kind: str, key: _core.Key) -> _core.Entry | None:
+    def find(self, kind: EntryKind, key: _core.Key) -> _core.Entry | None:
         """Look an entry up in all tiers."""
         return self.find_near(kind, key) or self.fetch(kind, key)
 
-    def find_near(self, kind: str, key: _core.Key) -> _core.Entry | None:
+    def find_near(self, kind: EntryKind, key: _core.Key) -> _core.Entry | None:
         """Look an entry up where a look-up is cheap: local, then compiled artefacts."""
         for tier, store in ((LOCAL, self.local), (ARTIFACTS, self.artifacts)):
             if store is not None and (entry := self._look_up(tier, store, kind, key)) is not None:
                 return entry
         return None
 
-    def fetch(self, kind: str, key: _core.Key) -> _core.Entry | None:
+    def fetch(self, kind: EntryKind, key: _core.Key) -> _core.Entry | None:
         """Look an entry up in the remote tier and copy it into the local one."""
         if self.remote is None:
             return None
@@ -105,7 +105,9 @@ class Tiers:
         # A local tier that takes no writes costs the copy, not the hit.
         return self.local.get(kind, key.hex) or entry
 
-    def put(self, kind: str, key: _core.Key, sections: Mapping[str, bytes | memoryview]) -> None:
+    def put(
+        self, kind: EntryKind, key: _core.Key, sections: Mapping[str, bytes | memoryview]
+    ) -> None:
         """Publish an entry in the local tier and the compiled artefacts; promote it if asked."""
         self._made.add(key.hex)
         if self._put_locally(kind, key, sections) and kind == "neff":
@@ -119,7 +121,7 @@ class Tiers:
             if self.remote.put(kind, key.hex, sections):
                 self._logger.info("Promoted cache entry to remote: %s (%s)", key.short, kind)
 
-    def remove(self, kind: str, key: _core.Key) -> None:
+    def remove(self, kind: EntryKind, key: _core.Key) -> None:
         """Take an entry out of the tiers that are this start's to write.
 
         The remote tier is everybody's: what does not fit here may fit another node.
@@ -150,14 +152,14 @@ class Tiers:
             reason or "they were removed meanwhile",
         )
 
-    def described(self, kind: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    def described(self, kind: EntryKind) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """Yield record and factors of near entries, to explain a miss."""
         for store in (self.local, self.artifacts):
             if store is not None:
                 yield from store.described(kind)
 
     def _put_locally(
-        self, kind: str, key: _core.Key, sections: Mapping[str, bytes | memoryview]
+        self, kind: EntryKind, key: _core.Key, sections: Mapping[str, bytes | memoryview]
     ) -> bool:
         is_new = self.local.put(kind, key.hex, sections)
         if is_new and self._max_size_bytes is not None:
@@ -165,7 +167,7 @@ class Tiers:
         return is_new
 
     def _look_up(
-        self, tier: str, store: EntryStore, kind: str, key: _core.Key
+        self, tier: str, store: EntryStore, kind: EntryKind, key: _core.Key
     ) -> _core.Entry | None:
         entry = store.get(kind, key.hex)
         self.requests[tier, "miss" if entry is None else "hit"] += 1

@@ -136,7 +136,7 @@ def _compiler() -> str:
 
 def _run_graph(run: DeviceRun) -> Iterator[Check]:
     """Compile the graph in both forms, load it, and run it in place."""
-    neffs: dict[str, bytes] = {}
+    neffs: dict[InputFormat, bytes] = {}
     forms: tuple[InputFormat, ...] = ("stablehlo", "hlo")
     for form in forms:
         started = time.monotonic()
@@ -167,9 +167,9 @@ def _run_graph(run: DeviceRun) -> Iterator[Check]:
         "ok",
         "memory not told" if memory is None else f"{memory[0]} of {memory[1]} bytes in use",
     )
-    for form, neff in neffs.items():
+    for form, compiled in neffs.items():
         try:
-            yield Check(f"run {form}", *_execute(runtime, neff))
+            yield Check(f"run {form}", *_execute(runtime, compiled))
         except NeuronError as error:
             yield Check(f"run {form}", "failed", str(error))
 

@@ -221,10 +221,10 @@ class _Encoder:
     def _call(self, node: torch.fx.Node) -> None:
         target = node.target
         if target is operator.getitem:
-            self.values[node] = self.values[node.args[0]][node.args[1]]
+            self.values[node] = self.values[_node(node.args[0])][node.args[1]]
             return
         if target in _IDENTITIES:
-            self.values[node] = self.values[node.args[0]]
+            self.values[node] = self.values[_node(node.args[0])]
             return
         if not isinstance(target, torch._ops.OpOverload):
             raise self._refuse(node, f"{target} is not an operator on tensors")
@@ -274,7 +274,7 @@ class _Encoder:
 
     def _storage_order(self, node: torch.fx.Node) -> list[int]:
         """Dimensions of a strided view's tensor from the slowest in memory to the fastest."""
-        tensor = node.args[0].meta["val"]
+        tensor = _node(node.args[0]).meta["val"]
         order = sorted(range(tensor.ndim), key=lambda dim: (-tensor.stride(dim), tensor.shape[dim]))
         whole = tensor.permute(order).is_contiguous() and tensor.storage_offset() == 0
         if not whole and tensor.numel():
@@ -352,3 +352,9 @@ def lowering_error(
         reason=reason,
         source=source,
     )
+
+
+def _node(argument: Any) -> torch.fx.Node:
+    """Return an argument that the operator's schema says is a tensor."""
+    assert isinstance(argument, torch.fx.Node)
+    return argument

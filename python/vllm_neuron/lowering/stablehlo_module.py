@@ -199,7 +199,7 @@ def _mark_aliases(function: ir.Operation, header: Mapping[str, Any]) -> None:
     if not header["aliases"]:
         return
     int32 = ir.IntegerType.get_signless(32)
-    attributes = [{} for _ in header["inputs"]]
+    attributes: list[dict[str, ir.Attribute]] = [{} for _ in header["inputs"]]
     for output, graph_input in header["aliases"]:
         attributes[graph_input] = {"tf.aliasing_output": ir.IntegerAttr.get(int32, output)}
     function.attributes["arg_attrs"] = ir.ArrayAttr.get(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
 from vllm_neuron.errors import ExecutionError
 from vllm_neuron.runtime.status import NrtStatus
@@ -62,10 +62,10 @@ class DeviceTensor(Protocol):
 class BoundModel(Protocol):
     """A loaded model with some inputs fixed, so that a step passes only the others."""
 
-    def execute(self, arguments: Sequence[DeviceTensor | torch.Tensor]) -> list[DeviceTensor]:
+    def execute(self, arguments: Sequence[Any]) -> Sequence[DeviceTensor]:
         """Run one step with the inputs that are not fixed, in input order.
 
-        Returns and raises as `LoadedModel.execute`.
+        Takes, returns and raises as `LoadedModel.execute`.
         """
         ...
 
@@ -83,19 +83,23 @@ class LoadedModel(Protocol):
         """Name, dtype and shape of each output, in order."""
         ...
 
-    def bind(self, fixed: Mapping[int, DeviceTensor]) -> BoundModel:
+    def bind(self, fixed: Mapping[int, Any]) -> BoundModel:
         """Fix the inputs with the given indices, as a rule the weights and the KV caches.
+
+        Args:
+            fixed: device tensors of this model's own runtime, by index of the input.
 
         Raises:
             ExecutionError: an index, a shape or a dtype is not the model's.
         """
         ...
 
-    def execute(self, inputs: Sequence[DeviceTensor | torch.Tensor]) -> list[DeviceTensor]:
+    def execute(self, inputs: Sequence[Any]) -> Sequence[DeviceTensor]:
         """Run the model once.
 
         Args:
-            inputs: all inputs, in order. CPU tensors are taken too, for small step arguments; the
+            inputs: all inputs, in order, as device tensors of this model's own runtime. CPU
+                tensors are taken too, for small step arguments; the
                 caller may overwrite them as soon as this returns.
 
         Returns:
@@ -135,11 +139,11 @@ class NeffModel(ABC, Generic[_Tensor, _Bound]):
     def bind(self, fixed: Mapping[int, _Tensor]) -> _Bound:
         """Fix the inputs with the given indices; see `LoadedModel.bind`."""
 
-    def execute(self, inputs: Sequence[_Tensor | torch.Tensor]) -> list[_Tensor]:
+    def execute(self, inputs: Sequence[_Tensor | torch.Tensor]) -> Sequence[_Tensor]:
         """Run the model once with all inputs given; see `LoadedModel.execute`."""
         if self._unbound is None:
             self._unbound = self.bind({})
-        return self._unbound.execute(inputs)
+        return cast(Sequence[_Tensor], self._unbound.execute(inputs))
 
     def check_bindable(self, index: int) -> None:
         """Raise ExecutionError unless the model has an input of this index."""

@@ -312,15 +312,14 @@ class NrtBoundModel:
 
     def _check(self, tensor: NrtTensor | torch.Tensor, index: int) -> None:
         spec = self._model.inputs[index]
-        is_device = isinstance(tensor, NrtTensor)
-        found = tensor.dtype if is_device else str(tensor.dtype).removeprefix("torch.")
-        # 64-bit step arguments become what the compiler computes with.
-        narrower = () if is_device else NARROWED.get(found, ())
-        if (
-            tuple(tensor.shape) == tuple(spec.shape)
-            and (is_device or tensor.is_cpu)
-            and spec.dtype in (found, *narrower)
-        ):
+        taken: tuple[str, ...]
+        if isinstance(tensor, NrtTensor):
+            found, taken, is_reachable = tensor.dtype, (tensor.dtype,), True
+        else:
+            found = str(tensor.dtype).removeprefix("torch.")
+            # 64-bit step arguments become what the compiler computes with.
+            taken, is_reachable = (found, *NARROWED.get(found, ())), tensor.is_cpu
+        if tuple(tensor.shape) == tuple(spec.shape) and is_reachable and spec.dtype in taken:
             return
         raise self._model.bad_input(
             f"input {index} ({spec.name}): expected {spec.dtype}{list(spec.shape)}, found "

@@ -59,7 +59,7 @@ class EagerExecution:
 
     compiled = False
     loads_weights = True
-    pipeline = None
+    pipeline: Pipeline | None = None
 
     def allocate_kv_caches(self, shapes: Sequence[KVCacheShape]) -> Any:
         """Returns zeroed torch tensors."""

@@ -184,9 +184,9 @@ class NeuronCollector:
                 values[key] = max(values.get(key, value), value)
         for name, values in merged.items():
             kind, meaning = _FAMILIES[name]
-            labels = [label for label, _ in next(iter(values))]
+            names = [label for label, _ in next(iter(values))]
             make = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
-            family = make(PREFIX + name, meaning, labels=labels)
+            family = make(PREFIX + name, meaning, labels=names)
             for key, value in values.items():
                 family.add_metric([text for _, text in key], value)
             yield family
