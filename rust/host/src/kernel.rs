@@ -94,6 +94,9 @@ pub(crate) trait Blend: Kernel<X = f32> {
 /// Rows of the weight whose sums are in registers at once.
 pub(crate) const COLUMNS: usize = 4;
 
+/// How far ahead of a single row's product the weight is brought near, in bytes.
+const AHEAD: usize = 8192;
+
 /// A rectangle of the result: `rows` times `columns` dot products of length `inner`.
 pub(crate) struct Rectangle<X, W, Y> {
     pub(crate) x: *const X,
@@ -178,27 +181,43 @@ impl<X, W, Y> Rectangle<X, W, Y> {
         unsafe {
             let x = self.x.add(row * self.inner);
             let w = self.w.add(column * self.w_stride);
+            // The next columns, a part of them while each of the last rows is multiplied.
+            let tiles = self.rows.div_ceil(K::ROWS).min(N);
+            let left = (self.rows - row - M).div_ceil(K::ROWS);
+            let near = if left < tiles {
+                N * (tiles - 1 - left) / tiles..N * (tiles - left) / tiles
+            } else {
+                0..0
+            };
             let mut sums = [[K::zero(); N]; M];
             let stepped = self.inner - self.inner % K::STEP;
-            let mut at = 0;
-            while at < stepped {
-                if row + M >= self.rows {
-                    // The next columns, while these are multiplied with the last rows.
-                    for n in 0..N {
+            if M == 1 {
+                // One after the other, as the weight lies: all there is to do is to read it.
+                for (n, sum) in sums[0].iter_mut().enumerate() {
+                    let w = w.add(n * self.w_stride);
+                    for at in (0..stepped).step_by(K::STEP) {
+                        K::prefetch(w.wrapping_add(AHEAD / size_of::<W>() + at));
+                        *sum = K::add_product(*sum, K::load_x(x.add(at)), K::load_w(w.add(at)));
+                    }
+                }
+            } else {
+                let mut at = 0;
+                while at < stepped {
+                    for n in near.clone() {
                         K::prefetch(w.wrapping_add((N + n) * self.w_stride + at));
                     }
-                }
-                let mut weights = [K::load_w(w.add(at)); N];
-                for (n, weight) in weights.iter_mut().enumerate().skip(1) {
-                    *weight = K::load_w(w.add(n * self.w_stride + at));
-                }
-                for (m, sums) in sums.iter_mut().enumerate() {
-                    let left = K::load_x(x.add(m * self.inner + at));
-                    for (sum, weight) in sums.iter_mut().zip(weights) {
-                        *sum = K::add_product(*sum, left, weight);
+                    let mut weights = [K::load_w(w.add(at)); N];
+                    for (n, weight) in weights.iter_mut().enumerate().skip(1) {
+                        *weight = K::load_w(w.add(n * self.w_stride + at));
                     }
+                    for (m, sums) in sums.iter_mut().enumerate() {
+                        let left = K::load_x(x.add(m * self.inner + at));
+                        for (sum, weight) in sums.iter_mut().zip(weights) {
+                            *sum = K::add_product(*sum, left, weight);
+                        }
+                    }
+                    at += K::STEP;
                 }
-                at += K::STEP;
             }
             for (m, sums) in sums.iter().enumerate() {
                 let mut four = [K::zero(); COLUMNS];
