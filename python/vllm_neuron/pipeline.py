@@ -8,7 +8,7 @@ lowered module). All graphs of a start go through one `Pipeline`, which counts w
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -390,6 +390,18 @@ class Pipeline:
             # The tensor is kept: its address must not be used again while it is an identity.
             self._weights[identity] = (weight, self._runtime.upload(weight.detach()))
         return self._weights[identity][1]
+
+    def refresh(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Write CPU tensors that changed after the build to the device tensors of the graphs.
+
+        Args:
+            tensors: parameters, buffers or tensor attributes of the steps. Those that no graph
+                reads have no device tensor and are left out.
+        """
+        for tensor in tensors:
+            known = self._weights.get(memory_of(tensor))
+            if known is not None:
+                known[1].write(tensor)
 
     def _log_summary(self) -> None:
         done = self.counters

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -53,6 +53,9 @@ class Execution(Protocol):
             steps: step module and its arguments, by bucket name.
         """
 
+    def refresh(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Has the graphs see what was written to tensors that they read besides arguments."""
+
 
 class EagerExecution:
     """`VLLM_NEURON_CPU_MODE=1`: the step modules themselves, on torch tensors."""
@@ -71,6 +74,9 @@ class EagerExecution:
     def build(self, steps: Mapping[str, tuple[torch.nn.Module, tuple]]) -> dict[str, Callable]:
         """Returns the step modules."""
         return {bucket: step for bucket, (step, _) in steps.items()}
+
+    def refresh(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Does nothing: the steps read the tensors themselves."""
 
 
 def make_execution(

@@ -18,7 +18,7 @@ from vllm_neuron.cache.keys import canonical_json
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import LoRAConfig, VllmConfig
 
 __all__ = ["UnkeyableConfigError", "describe", "model_factors"]
 
@@ -61,6 +61,10 @@ PARALLEL_FIELDS_INSIDE = (
     "expert_placement_strategy",
     "enable_eplb",
 )
+
+#: Fields of LoRAConfig that do not reach a step: how many adapters the host keeps, what only models
+#: with images and CUDA graphs have.
+LORA_FIELDS_OUTSIDE = frozenset({"max_cpu_loras", "default_mm_loras", "specialize_active_lora"})
 
 #: Keys of a Hugging Face configuration that say where and by what it was written, not what it is.
 HF_KEYS_OUTSIDE = frozenset(
@@ -117,7 +121,7 @@ def model_factors(vllm_config: VllmConfig, model: torch.nn.Module) -> dict[str, 
             name: _normal(f"parallel_config.{name}", getattr(vllm_config.parallel_config, name))
             for name in PARALLEL_FIELDS_INSIDE
         },
-        "lora": _normal("lora_config", vllm_config.lora_config),
+        "lora": _lora(vllm_config.lora_config),
         "speculation": _normal("speculative_config", vllm_config.speculative_config),
         "custom_ops": sorted(compilation.custom_ops),
         "environment": _environment(),
@@ -150,6 +154,16 @@ def _hf_config(config: Any) -> dict[str, Any]:
             f"the model's hf_config has no canonical form: {error}"
         ) from error
     return _without(plain, HF_KEYS_OUTSIDE)
+
+
+def _lora(config: LoRAConfig | None) -> dict[str, Any] | None:
+    """The slots for adapters, which shape the graphs; no adapter does."""
+    if config is None:
+        return None
+    fields = _fields(config, LORA_FIELDS_OUTSIDE)
+    # A filter by name: order and repetition make no difference.
+    targets = fields["target_modules"]
+    return {**fields, "target_modules": None if targets is None else sorted(set(targets))}
 
 
 def _without(value: Any, keys: frozenset[str]) -> Any:

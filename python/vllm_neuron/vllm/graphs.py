@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -102,6 +102,11 @@ class CompiledExecution:
         }
         self.pipeline = self._make_pipeline(specs[0].step)
         return dict(self.pipeline.build(specs, bound))
+
+    def refresh(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Write CPU tensors that have changed to their device tensors; see `Pipeline.refresh`."""
+        if self.pipeline is not None:
+            self.pipeline.refresh(tensors)
 
     def _make_pipeline(self, step: torch.nn.Module) -> Pipeline:
         record, settings = self._start.route, self._start.settings

@@ -71,7 +71,16 @@ ENGINE_LIMITS = (
         _above_one("parallel_config", "prefill_context_parallel_size"),
         _ONE,
     ),
-    Limit("--enable-lora", lambda c: c.lora_config is not None, _UNSET),
+    Limit(
+        "--enable-lora for a pooling model",
+        lambda c: c.lora_config is not None and c.model_config.runner_type == "pooling",
+        "Unset it: adapters are served for generating models only.",
+    ),
+    Limit(
+        "--fully-sharded-loras",
+        lambda c: c.lora_config is not None and c.lora_config.fully_sharded_loras,
+        _UNSET,
+    ),
     Limit(
         "--speculative-config",
         lambda c: c.speculative_config and c.speculative_config.method,

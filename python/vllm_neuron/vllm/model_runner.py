@@ -25,6 +25,7 @@ from vllm_neuron.vllm.attention import NeuronAttention, storage_dtype
 from vllm_neuron.vllm.buckets import Buckets, decode_label, prefill_label
 from vllm_neuron.vllm.cpu_compile import model_without_weights
 from vllm_neuron.vllm.execution import Execution, KVCacheShape
+from vllm_neuron.vllm.lora_slots import with_slots
 from vllm_neuron.vllm.prompt_logprobs import PromptLogprobs
 from vllm_neuron.vllm.requests import RequestTable
 from vllm_neuron.vllm.sampling import HostSampler
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
+    from vllm_neuron.vllm.lora import LoraAdapters
     from vllm_neuron.vllm.step_metrics import StepCounters
 
 __all__ = ["NeuronModelRunner"]
@@ -76,6 +78,8 @@ class NeuronModelRunner:
         self.execution = execution
         self.sampler = HostSampler(logprobs_mode=self.model_config.logprobs_mode)
         self.graphs: dict[str, Callable] = {}
+        #: The LoRA adapters, on a server that has them.
+        self.adapters: LoraAdapters | None = None
         #: Counts steps for `/metrics`, if anybody asks for them.
         self.step_counters: StepCounters | None = None
         self._inputs: dict[str, Any] = {}
@@ -106,6 +110,10 @@ class NeuronModelRunner:
                     value=type(layer).__name__,
                 )
         self._check_model()
+        if self.vllm_config.lora_config is not None:
+            from vllm_neuron.vllm.lora import LoraAdapters
+
+            self.adapters = LoraAdapters(self.vllm_config, self.model, self.execution)
 
     def _check_model(self) -> None:
         """Refuses layers that a generating model cannot have."""
@@ -123,10 +131,11 @@ class NeuronModelRunner:
         return ("generate",)
 
     def model_bytes(self) -> int:
-        """Returns the bytes of the distinct parameters and buffers of the model."""
+        """Returns the bytes of the model's distinct parameters and buffers, and of adapters."""
         tensors = [*self.model.parameters(), *self.model.buffers()]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        return sum(storages.values())
+        adapters = 0 if self.adapters is None else self.adapters.nbytes
+        return sum(storages.values()) + adapters
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """Returns the cache each layer needs; all layers share one block table."""
@@ -271,6 +280,8 @@ class NeuronModelRunner:
         if not scheduler_output.total_num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
         batch = table.batch
+        if self.adapters is not None:
+            self.adapters.activate(batch.lora_id_to_lora_request.values())
         counts = scheduler_output.num_scheduled_tokens
         pending = PendingStep(scheduler_output, torch.empty(0), self._partial_rows(counts))
 
@@ -347,6 +358,7 @@ class NeuronModelRunner:
         label = decode_label(self.buckets.decode[0])
         inputs = self._inputs[label]
         inputs.fill_decode(*(np.zeros(shape, np.int32) for shape in (0, 0, (0, self.max_blocks))))
+        self._fill_lora_slots(inputs, [])
         self._call(label, inputs)
 
     def _partial_rows(self, counts: dict[str, int]) -> list[int]:
@@ -368,6 +380,7 @@ class NeuronModelRunner:
             positions,
             batch.block_table[0].get_numpy_array()[rows],
         )
+        self._fill_lora_slots(inputs, rows)
         logits = self._call(label, inputs)[0][: len(rows)]
         if self.step_counters is not None:
             self.step_counters.count(decode_label(size), size - len(rows))
@@ -384,7 +397,14 @@ class NeuronModelRunner:
         req_id = batch.req_ids[row]
         state = self.table.requests[req_id]
         if PromptLogprobs.wanted(state):
-            done = self.prompt_logprobs.collect(state, hidden_states[:count], batch.vocab_size)
+            slots = self._inputs[prefill_label(self.buckets.prefill_for(count))].lora_slots
+            done = with_slots(
+                slots,
+                self.prompt_logprobs.collect,
+                state,
+                hidden_states[:count],
+                batch.vocab_size,
+            )
             if done is not None:
                 pending.prompt_logprobs[req_id] = done
         return logits
@@ -401,10 +421,17 @@ class NeuronModelRunner:
             start,
             batch.block_table[0].get_numpy_array()[row],
         )
+        self._fill_lora_slots(inputs, [row])
         results = self._call(label, inputs)
         if self.step_counters is not None:
             self.step_counters.count(label, size - count)
         return results
+
+    def _fill_lora_slots(self, inputs: Any, rows: list[int]) -> None:
+        """Sets the adapters of the sequences, which are the batch's `rows`."""
+        if self.adapters is not None:
+            ids = self.table.batch.request_lora_mapping[rows]
+            inputs.fill_lora_slots(self.adapters.slots_of(ids))
 
     def _bucket(self, label: str) -> Any:
         inputs = self._inputs.get(label)
@@ -423,7 +450,8 @@ class NeuronModelRunner:
 
     def _arguments(self, inputs: Any) -> tuple[Any, ...]:
         """Returns what a step is called with."""
-        return (*inputs.tensors, self.kv_caches)
+        adapters = () if self.adapters is None else (inputs.lora_slots,)
+        return (*inputs.tensors, self.kv_caches, *adapters)
 
 
 def _in_batch_order(calls: Sequence[tuple[list[int], torch.Tensor]], num_rows: int) -> torch.Tensor:

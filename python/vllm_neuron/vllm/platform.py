@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 _WORKER_CLASS = "vllm_neuron.vllm.worker.NeuronWorker"
 _ATTENTION_BACKEND = "vllm_neuron.vllm.attention.NeuronAttentionBackend"
+_PUNICA_WRAPPER = "vllm_neuron.vllm.punica.NeuronPunicaWrapper"
 _V2_RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 
 # Tokens of one KV cache block when the user does not say (spec 8.3).
@@ -173,6 +174,16 @@ class NeuronPlatform(Platform):
     @classmethod
     def import_kernels(cls) -> None:
         """Nothing to import: vLLM's compiled kernels are not used."""
+
+    @classmethod
+    def get_punica_wrapper(cls) -> str:
+        """The arithmetic of LoRA adapters."""
+        return _PUNICA_WRAPPER
+
+    @classmethod
+    def can_update_inplace(cls) -> bool:
+        """No: layers with LoRA adapters return their result, so that graphs stay functional."""
+        return False
 
     @classmethod
     def support_hybrid_kv_cache(cls) -> bool:

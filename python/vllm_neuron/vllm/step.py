@@ -10,6 +10,7 @@ import vllm.forward_context as forward_context
 from vllm.v1.attention.backend import AttentionMetadata
 
 from vllm_neuron.vllm.attention import EncoderMetadata, KVCache, NeuronAttentionMetadata
+from vllm_neuron.vllm.lora_slots import with_slots
 
 __all__ = ["DecoderStep", "EncoderStep"]
 
@@ -94,6 +95,7 @@ class DecoderStep(ModelStep):
         block_tables: torch.Tensor,
         logits_rows: torch.Tensor,
         kv_caches: Sequence[KVCache],
+        lora_slots: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Runs the model for B sequences of Q tokens each.
 
@@ -104,6 +106,7 @@ class DecoderStep(ModelStep):
             block_tables: (B, N) int64.
             logits_rows: (B,) int64, the row of `input_ids` whose logits are wanted.
             kv_caches: per layer, key and value cache; updated in place.
+            lora_slots: (B,) int64, see `lora_slots.with_slots`; None without adapters.
 
         Returns:
             Of these what is asked for: logits (B, vocabulary) float32, hidden states
@@ -117,11 +120,13 @@ class DecoderStep(ModelStep):
             block_size=self.block_size,
             windows=self.windows,
         )
-        hidden_states = self.hidden_states(input_ids, positions, metadata)
+        hidden_states = with_slots(
+            lora_slots, self.hidden_states, input_ids, positions, metadata
+        )
         results: tuple[torch.Tensor, ...] = ()
         if self.return_logits:
             rows = hidden_states.index_select(0, logits_rows)
-            results += (self.model.compute_logits(rows).float(),)
+            results += (with_slots(lora_slots, self.model.compute_logits, rows).float(),)
         if self.return_hidden_states:
             results += (hidden_states,)
         return results

@@ -8,6 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from vllm_neuron.vllm.lora_slots import NO_ADAPTER
+
 __all__ = ["EncoderInputs", "StepInputs"]
 
 Array = npt.NDArray[np.int64]
@@ -24,6 +26,11 @@ class StepInputs:
         query_len: Q.
         num_blocks: block table entries per sequence N.
         block_size: tokens per block.
+
+    Attributes:
+        tensors: the arguments in order.
+        lora_slots: the slot of each sequence's adapter (B,), an argument of its own on a server
+            with adapters.
     """
 
     def __init__(self, batch: int, query_len: int, num_blocks: int, *, block_size: int) -> None:
@@ -37,6 +44,7 @@ class StepInputs:
         self.block_tables: Array = np.zeros((batch, num_blocks), np.int64)
         # Decode: the row of each sequence. Prefill (B = 1): set by fill_prefill.
         self.logits_rows: Array = np.arange(batch, dtype=np.int64)
+        self.lora_slots = torch.full((batch,), NO_ADAPTER, dtype=torch.int64)
         self.tensors = tuple(
             torch.from_numpy(array)
             for array in (
@@ -89,6 +97,15 @@ class StepInputs:
         self.block_tables[:count] = blocks[:, : self.num_blocks]
         for array in (self.input_ids, self.positions, self.slots, self.block_tables):
             array[count:] = 0
+
+    def fill_lora_slots(self, slots: Array) -> None:
+        """Sets the adapters of n <= B sequences.
+
+        Args:
+            slots: (n,).
+        """
+        self.lora_slots[: len(slots)] = torch.from_numpy(slots)
+        self.lora_slots[len(slots) :] = NO_ADAPTER
 
     def _slots(self, blocks: npt.NDArray[np.int32], positions: npt.NDArray[Any]) -> Array:
         return blocks.astype(np.int64) * self.block_size + positions % self.block_size

@@ -27,9 +27,12 @@ from vllm_neuron.vllm.model_runner import NeuronModelRunner
 from vllm_neuron.vllm.pooling_runner import PoolingModelRunner
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.outputs import ModelRunnerOutput
+
+    from vllm_neuron.vllm.lora import LoraAdapters
 
 __all__ = ["NeuronWorker", "kv_cache_budget"]
 
@@ -248,6 +251,28 @@ class NeuronWorker(WorkerBase):
     def execute_dummy_batch(self) -> None:
         """Runs a step without a request, to keep data-parallel ranks in step."""
         self.model_runner.execute_padding()
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Loads a LoRA adapter; see `LoraAdapters.add`."""
+        return self._adapters().add(lora_request)
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Forgets a LoRA adapter."""
+        return self._adapters().remove(lora_id)
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keeps a LoRA adapter in its slot."""
+        return self._adapters().pin(lora_id)
+
+    def list_loras(self) -> set[int]:
+        """Returns the ids of the LoRA adapters in memory."""
+        return self._adapters().known()
+
+    def _adapters(self) -> LoraAdapters:
+        adapters = self.model_runner.adapters
+        if adapters is None:
+            raise RuntimeError("This server has no LoRA adapters: start it with --enable-lora.")
+        return adapters
 
     def take_draft_token_ids(self) -> None:
         """Returns None: there is no speculative decoding."""
