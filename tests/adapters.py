@@ -1,4 +1,4 @@
-"""Random LoRA adapters as PEFT saves them, and checkpoints with an adapter merged into the weights."""
+"""Random LoRA adapters as PEFT saves them, and checkpoints with an adapter merged."""
 
 from __future__ import annotations
 

@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.pipeline.step_modules import CachedProjection, build, counts, make_pipeline
+from tests.pipeline.step_modules import WIDTH, CachedProjection, build, counts, make_pipeline
 from tests.pipeline.test_pipeline import EVERYTHING, NOTHING, check_results
 from tests.stand_ins.compilers import compiler_environment
 from tests.stand_ins.runtimes import Counters, library_path, runtime_environment
@@ -45,6 +46,22 @@ def test_cold_and_warm(tmp_path, device):
     assert counts(start(tmp_path, device)) == NOTHING
     assert len((tmp_path / "calls").read_text().splitlines()) == 2
     assert counters["nrt_execute"] == executed + 4
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_a_refresh_reaches_the_device(tmp_path, device, where):
+    """LoRA adapters are loaded into weights of graphs that run."""
+    step = CachedProjection()
+    pipeline = make_pipeline(tmp_path, **(device if where == "device" else {}))
+    graphs, caches = build(pipeline, step)
+    rows, slots = torch.ones(2, WIDTH), torch.tensor([1, 2])
+    before = graphs["batch2"](rows, slots, caches)["rows"]
+    torch.testing.assert_close(before, rows @ step.weight.detach() / 2)
+    step.weight.data.mul_(3)
+    # Also a tensor that no graph has.
+    pipeline.refresh([step.weight, torch.ones(WIDTH)])
+    torch.testing.assert_close(graphs["batch2"](rows, slots, caches)["rows"], 3 * before)
+    assert counts(pipeline)["traces"] == 2
 
 
 def test_a_failure_of_the_compiler_is_kept_nowhere(tmp_path, device, monkeypatch):

@@ -58,7 +58,8 @@ def refusal(start, name):
         (("--tensor-parallel-size", "2"), "--tensor-parallel-size"),
         (("--pipeline-parallel-size", "2"), "--pipeline-parallel-size"),
         (("--data-parallel-size", "2"), "--data-parallel-size"),
-        (("--enable-lora",), "--enable-lora"),
+        (("--enable-lora", "--fully-sharded-loras"), "--fully-sharded-loras"),
+        (("--enable-lora", "--runner", "pooling"), "--enable-lora for a pooling model"),
         (
             ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'),
             "--speculative-config",

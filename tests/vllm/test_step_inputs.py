@@ -72,3 +72,13 @@ def test_tensors_share_the_arrays():
     inputs.input_ids[0] = 9
     assert inputs.tensors[0].tolist() == [9, 0]
     assert [str(tensor.dtype) for tensor in inputs.tensors] == ["torch.int64"] * 5
+
+
+def test_slots_of_adapters_are_those_of_the_last_call():
+    inputs = StepInputs(3, 1, 2, block_size=BLOCK)
+    assert inputs.lora_slots.tolist() == [-1, -1, -1]
+    inputs.fill_lora_slots(np.array([2, -1, 0]))
+    assert inputs.lora_slots.tolist() == [2, -1, 0]
+    inputs.fill_lora_slots(np.array([1]))
+    assert inputs.lora_slots.tolist() == [1, -1, -1]
+    assert len(inputs.tensors) == 5

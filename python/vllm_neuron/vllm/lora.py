@@ -1,4 +1,4 @@
-"""The LoRA adapters of one rank: vLLM's own caches of them, over tensors that graphs have as inputs.
+"""The LoRA adapters of one rank: vLLM's caches of them, over tensors that graphs have as inputs.
 
 vLLM reads adapters, keeps the `--max-cpu-loras` last used ones in memory and the `--max-loras` last
 used ones in slots. The slots are tensors of a fixed shape, uploaded once; what is written into them
@@ -55,7 +55,8 @@ class LoraAdapters:
         self._execution = execution
         self._cache = _AdapterCache(vllm_config, torch.device("cpu"), model.embedding_modules)
         self._cache.create_lora_manager(model, vllm_config)
-        self._slots: _Slots = self._cache._adapter_manager
+        slots: Any = self._cache._adapter_manager
+        self._slots: _Slots = slots
         self._tensors = _lay_out(self._slots)
 
     @property
@@ -165,7 +166,8 @@ class _AdapterCache(LRUCacheWorkerLoRAManager):
 def _check_model(vllm_config: VllmConfig, model: Any) -> None:
     """Refuses a model whose layers cannot have adapters."""
     name = type(model).__name__
-    if not supports_lora(model):
+    supported: bool = supports_lora(model)
+    if not supported:
         raise ConfigurationError(
             f"--enable-lora is not supported for {name}: vLLM's model does not say how adapters "
             "fit to its layers. Unset it.",

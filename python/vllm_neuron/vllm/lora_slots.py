@@ -18,9 +18,7 @@ _Result = TypeVar("_Result")
 _slots: torch.Tensor | None = None
 
 
-def with_slots(
-    slots: torch.Tensor | None, function: Callable[..., _Result], *args: Any
-) -> _Result:
+def with_slots(slots: torch.Tensor | None, function: Callable[..., _Result], *args: Any) -> _Result:
     """Returns what `function` makes of `args`, with adapters added.
 
     Args:

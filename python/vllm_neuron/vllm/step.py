@@ -120,9 +120,7 @@ class DecoderStep(ModelStep):
             block_size=self.block_size,
             windows=self.windows,
         )
-        hidden_states = with_slots(
-            lora_slots, self.hidden_states, input_ids, positions, metadata
-        )
+        hidden_states = with_slots(lora_slots, self.hidden_states, input_ids, positions, metadata)
         results: tuple[torch.Tensor, ...] = ()
         if self.return_logits:
             rows = hidden_states.index_select(0, logits_rows)
