@@ -71,7 +71,7 @@ def case(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
         for seed, (name, (modules, rank, alpha)) in enumerate(ADAPTERS.items())
     }
     merged = {
-        name: merge(folder / f"merged-{name}", model, path) for name, path in adapters.items()
+        name: merge(folder / f"merged-{name}", model, adapter) for name, adapter in adapters.items()
     }
     server = Server(
         model,
@@ -257,12 +257,19 @@ def test_a_server_loads_adapters_while_it_runs(case: Case, serve: Callable[..., 
     check("full", "", "attention")
 
 
+def adapt_every_layer(llm):
+    """What a start without --lora-target-modules does."""
+    from vllm_neuron.vllm.lora import LoraAdapters
+
+    runner = model_runner(llm)
+    runner.vllm_config.lora_config.target_modules = None
+    LoraAdapters(runner.vllm_config, runner.model, runner.execution)
+
+
 def test_experts_have_no_adapters_but_attention_has(
     checkpoint: Callable[[str], Path], tmp_path: Path
 ):
     model = checkpoint("mixtral")
-    with pytest.raises(EngineError, match=r"--enable-lora for the experts of MixtralForCausalLM"):
-        Engine(model, CPU_MODE, cache_root=tmp_path, **OPTIONS)
     adapter = build_adapter(
         tmp_path / "adapter", model, ["q_proj", "v_proj"], rank=8, alpha=16, seed=1
     )
@@ -272,5 +279,7 @@ def test_experts_have_no_adapters_but_attention_has(
     with Engine(model, CPU_MODE, cache_root=tmp_path, **OPTIONS, **targets) as engine:
         requests = [(prompt, "adapter", 1, str(adapter)), (prompt, "", 0, "")]
         found = engine.call(generate, requests, 20)
+        with pytest.raises(EngineError, match="--enable-lora for the experts of Mixtral"):
+            engine.call(adapt_every_layer)
     right = [models.greedy(folder, [prompt], tokens=20)[0] for folder in (merged, model)]
     assert [answer for answer, _ in found] == right

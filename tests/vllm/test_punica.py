@@ -107,6 +107,18 @@ def test_embedding(slots, tokens):
         torch.testing.assert_close(result[row], y[row] + added)
 
 
+def test_embedding_of_tokens_in_one_row():
+    """As the Transformers backend has them: (1, tokens), one token for each sequence."""
+    wrapper = NeuronPunicaWrapper(16, max_batches=4, device="cpu")
+    wrapper.vocabulary = 9
+    ids = torch.tensor([[3, 5, 3]])
+
+    def rows(ids):
+        return ids + wrapper._embeddings_indices[: ids.shape[0]]
+
+    assert with_slots(torch.tensor([1, -1, 0]), rows, ids).tolist() == [[12, 5, 3]]
+
+
 def test_an_overflow_in_another_slot_reaches_nobody_else():
     wrapper = NeuronPunicaWrapper(16, max_batches=4, device="cpu")
     a, b = stacks(2, OUTPUTS)

@@ -183,7 +183,8 @@ def _cuts(slots: torch.Tensor, stack: AdapterStack) -> bool:
 def _per_token(slots: torch.Tensor, tokens: int) -> torch.Tensor:
     """Returns the slot of each token, (tokens,); each sequence has equally many."""
     sequences = slots.shape[0]
-    if tokens == sequences:
+    # Fewer: vLLM's Transformers backend has all tokens in one row, which is counted as one.
+    if tokens <= sequences:
         return slots
     return slots.unsqueeze(1).expand(sequences, tokens // sequences).reshape(tokens)
 
