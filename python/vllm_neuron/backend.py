@@ -18,17 +18,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._dynamo.backends.common import aot_autograd
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from vllm_neuron.binding import spec_of
 from vllm_neuron.capture import CapturedGraph
-from vllm_neuron.dynamo_trace import refusal
+from vllm_neuron.dynamo_trace import refusal, refuse_data_dependent_sizes
 from vllm_neuron.envs import read_settings
 from vllm_neuron.lowering import lowering_for
 from vllm_neuron.lowering.decompositions import decomposition_table, finish_decomposition
 from vllm_neuron.lowering.graph_message import lowering_error
 from vllm_neuron.lowering.scalar_index import gather_scalar_indices
+from vllm_neuron.lowering.trace_state import kept_state, without_inference_mode
 from vllm_neuron.route import DEFAULT_LEVELS, Route
+from vllm_neuron.shared_memory import join_inputs, overlaps, separate
 from vllm_neuron.trace_record import GraphInput, TraceRecord
 
 if TYPE_CHECKING:
@@ -121,6 +124,7 @@ def _compile_graph(
                 "Neuron graphs have static shapes: pass dynamic=False to torch.compile.",
             )
     gather_scalar_indices(gm)
+    without_inference_mode(gm)
     return _Graph(gm, example_inputs, name, route)
 
 
@@ -138,12 +142,14 @@ class _Graph:
         self._route = route
         self._name = name
         self._updates_inputs = False
-        self._first = self._compiled(example_inputs)
-        self._by_sharing = {_sharing(example_inputs): self._first}
+        mode = detect_fake_mode(example_inputs)
+        self._every_example = separate(example_inputs, mode, every=True)
+        self._apart = self._compiled(gm, separate(example_inputs, mode))
+        self._joined: dict[Any, Callable[..., Any]] = {}
 
-    def _compiled(self, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def _compiled(self, gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         compiler = functools.partial(self._compile, name=self._name)
-        return aot_autograd(
+        compiled = aot_autograd(
             fw_compiler=compiler,
             bw_compiler=functools.partial(
                 _compile, name=f"{self._name}_backward", route=self._route
@@ -151,7 +157,9 @@ class _Graph:
             inference_compiler=compiler,
             decompositions=decomposition_table(),
             keep_inference_input_mutations=True,
-        )(self._gm, list(inputs))
+        )
+        with kept_state():
+            return compiled(gm, list(inputs))
 
     def _compile(
         self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any], *, name: str
@@ -160,26 +168,28 @@ class _Graph:
         self._updates_inputs |= bool(copies)
         return _compile(gm, example_inputs, name=name, route=self._route)
 
+    def _compiled_jointly(self, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile for inputs that share memory as these do."""
+        graph = torch.fx.Graph()
+        graph.output(graph.graph_copy(self._gm.graph, {}))
+        gm = torch.fx.GraphModule(self._gm, graph)
+        if join_inputs(gm, inputs):
+            return self._compiled(gm, self._every_example)
+        return self._compiled(self._gm, inputs)
+
     def __call__(self, *args: Any) -> Any:
         if not self._updates_inputs:
-            return self._first(*args)
-        sharing = _sharing(args)
-        if sharing not in self._by_sharing:
-            self._by_sharing[sharing] = self._compiled(args)
-        return self._by_sharing[sharing](*args)
-
-
-def _sharing(inputs: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
-    """Which inputs lie in one storage, and where; empty if all are apart."""
-    storages: dict[int, list[tuple[int, torch.Tensor]]] = {}
-    for index, value in enumerate(inputs):
-        if isinstance(value, torch.Tensor):
-            storages.setdefault(value.untyped_storage()._cdata, []).append((index, value))
-    return tuple(
-        tuple((index, item.storage_offset(), item.stride()) for index, item in group)
-        for group in storages.values()
-        if len(group) > 1
-    )
+            return self._apart(*args)
+        found = overlaps(args)
+        if not found:
+            return self._apart(*args)
+        sharing = tuple(
+            (item.start, *((index, args[index].storage_offset()) for index in item.members))
+            for item in found
+        )
+        if sharing not in self._joined:
+            self._joined[sharing] = self._compiled_jointly(args)
+        return self._joined[sharing](*args)
 
 
 @functools.cache
@@ -267,6 +277,7 @@ def _run(plan: _Plan, model: LoadedModel | None, args: list[Any]) -> list[Any]:
 
 def _plan(gm: torch.fx.GraphModule, name: str, route: Route) -> _Plan:
     graph = gm.graph
+    refuse_data_dependent_sizes(graph, name)
     finish_decomposition(graph)
     inputs = list(graph.find_nodes(op="placeholder"))
     noise = []

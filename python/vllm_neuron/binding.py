@@ -17,6 +17,7 @@ import torch
 from vllm_neuron import _core
 from vllm_neuron.errors import ExecutionError
 from vllm_neuron.premises import plain
+from vllm_neuron.shared_memory import overlaps
 from vllm_neuron.trace_record import TensorSpec
 
 if TYPE_CHECKING:
@@ -126,14 +127,16 @@ def _parts(path: str) -> Iterator[str | tuple[int | str]]:
 def signature(step: torch.nn.Module, args: Sequence[Any]) -> list[Any]:
     """Describe a call so that equal descriptions give equal graphs, for the trace key.
 
-    A tensor counts by dtype, shape and stride, anything else by type and value: None, numbers and
-    strings are constants of the graph.
+    A tensor counts by dtype, shape, stride and what it overlaps, anything else by type and value:
+    None, numbers and strings are constants of the graph.
 
     Raises:
         TypeError: an argument is neither a tensor nor a plain constant.
     """
     described: list[Any] = []
+    named: list[tuple[str, Any]] = []
     for name, leaf in argument_leaves(step, args):
+        named.append((name, leaf))
         if isinstance(leaf, torch.Tensor):
             spec = spec_of(leaf)
             described.append([name, spec.dtype, list(spec.shape), list(leaf.stride())])
@@ -144,6 +147,14 @@ def signature(step: torch.nn.Module, args: Sequence[Any]) -> list[Any]:
                 f"argument {name} is a {type(leaf).__name__}; expected tensors, numbers, strings "
                 "and None in nested lists, tuples and dicts"
             )
+    # An update of one of these is seen in the others, which is part of the graph.
+    named += named_tensors(step)
+    for overlap in overlaps([leaf for _, leaf in named]):
+        members = [named[index] for index in overlap.members]
+        first = members[0][1].storage_offset()
+        described.append(
+            ["overlap", *([name, leaf.storage_offset() - first] for name, leaf in members)]
+        )
     return described
 
 

@@ -7,7 +7,7 @@ graph. Weights and buffers are graph inputs that keep their names, never constan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,7 @@ from vllm_neuron.dynamo_trace import (
     attribute_path,
     explain,
     refusal,
-    source_line,
+    refuse_data_dependent_sizes,
     trace_step,
     traced_modules,
 )
@@ -40,8 +40,17 @@ from vllm_neuron.environment_reads import variables_read_by
 from vllm_neuron.errors import CaptureError
 from vllm_neuron.lowering.decompositions import decomposition_table, finish_decomposition
 from vllm_neuron.lowering.scalar_index import gather_scalar_indices
+from vllm_neuron.lowering.trace_state import kept_state, without_inference_mode
 from vllm_neuron.premises import variable_premises
-from vllm_neuron.trace_record import GraphInput, TensorSpec, TraceRecord, source_digests
+from vllm_neuron.result_tree import NotRepresentable, classes_of, result_tree
+from vllm_neuron.shared_memory import join_inputs, overlaps, separate
+from vllm_neuron.trace_record import (
+    GraphInput,
+    TensorSpec,
+    TraceRecord,
+    source_digests,
+    source_file,
+)
 
 __all__ = ["CapturedGraph", "GraphInput", "TensorSpec", "TraceRecord", "capture"]
 
@@ -213,14 +222,37 @@ def _functionalise(
     for symbol in environment.backed_var_to_val if environment is not None else ():
         TensorifyState.specialize(str(symbol))
     gather_scalar_indices(trace.graph_module)
-    try:
-        with tracing(context), torch._functorch.config.patch(enable_autograd_cache=False):
+    without_inference_mode(trace.graph_module)
+
+    def trace_functional_graph() -> None:
+        with (
+            kept_state(),
+            tracing(context),
+            torch._functorch.config.patch(enable_autograd_cache=False),
+        ):
             aot_module_simplified(
                 trace.graph_module,
                 trace.example_inputs,
                 fw_compiler=keep_graph,
                 decompositions=decomposition_table(),
             )
+
+    try:
+        trace.example_inputs = separate(trace.example_inputs, trace.fake_mode)
+        trace_functional_graph()
+        updated = set(kept["metadata"].mutated_inp_runtime_indices)
+        shared = {index for overlap in overlaps(trace.tensors) for index in overlap.members}
+        if updated & shared:
+            if not join_inputs(trace.graph_module, trace.tensors):
+                raise refusal(
+                    bucket,
+                    "the step updates an input in place that shares memory with another input of "
+                    "another dtype",
+                    "Pass inputs that do not overlap: "
+                    + ", ".join(inputs[index].name for index in sorted(shared))
+                    + ".",
+                )
+            trace_functional_graph()
     except CaptureError:
         raise
     except Exception as error:
@@ -233,17 +265,10 @@ def _functionalise(
             bucket,
             "an operator of the step has a side effect: "
             + ", ".join(_effectful(graph_module.graph)),
-            "Use operators that only compute tensors (for example torch.linalg.inv_ex instead of "
-            "torch.linalg.inv, which raises an error on some values).",
-        )
-    if len(graph_module.graph.find_nodes(op="placeholder")) != len(inputs):
-        raise refusal(
-            bucket,
-            "the step updates an input in place that shares memory with another input",
-            "Pass inputs that do not overlap: " + ", ".join(_overlapping(trace, inputs)) + ".",
+            "Use operators that only compute tensors.",
         )
     _refuse_read_values(trace, bucket)
-    _refuse_data_dependent_sizes(graph_module.graph, bucket)
+    refuse_data_dependent_sizes(graph_module.graph, bucket)
     for info, graph_input in zip(metadata.input_info, inputs, strict=True):
         if info.mutates_metadata or info.mutates_storage_metadata:
             raise refusal(
@@ -252,24 +277,6 @@ def _functionalise(
                 "Use a view instead.",
             )
     return graph_module, metadata
-
-
-def _refuse_data_dependent_sizes(graph: torch.fx.Graph, bucket: str) -> None:
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        values = value if isinstance(value, (list, tuple)) else [value]
-        for item in values:
-            sizes = item.shape if isinstance(item, torch.Tensor) else [item]
-            if any(
-                isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes
-            ):
-                raise refusal(
-                    bucket,
-                    f"the result of {node.target} has a size that depends on the values of tensors",
-                    "Use operations whose result shape is known beforehand (torch.where, masking, "
-                    "a fixed output_size).",
-                    source_line(node.stack_trace),
-                )
 
 
 def _effectful(graph: torch.fx.Graph) -> list[str]:
@@ -296,16 +303,6 @@ def _refuse_read_values(trace: DynamoTrace, bucket: str) -> None:
                 )
 
 
-def _overlapping(trace: DynamoTrace, inputs: Sequence[GraphInput]) -> list[str]:
-    storages = [tensor.untyped_storage()._cdata for tensor in trace.tensors]
-    shared = {storage for storage in storages if storages.count(storage) > 1}
-    return [
-        graph_input.name
-        for graph_input, storage in zip(inputs, storages, strict=True)
-        if storage in shared
-    ]
-
-
 def _assemble(
     graph_module: torch.fx.GraphModule,
     metadata: Any,
@@ -323,7 +320,7 @@ def _assemble(
     position: dict[int, int] = {}
     returned: list[int] = []
 
-    def leaf(value: Any) -> list[Any]:
+    def leaf(value: Any) -> list[Any] | None:
         if isinstance(value, torch.Tensor):
             turned = None if id(value) in names else _transposed_input(value, trace)
             if turned is None:
@@ -337,19 +334,24 @@ def _assemble(
             node.meta["val"] = current.meta["val"].permute(order)
             outputs.append(node)
             return ["output", len(outputs) - 1]
+        if not isinstance(value, GraphOutput):
+            return None
         info = metadata.output_info[value.index]
         if info.output_type is OutputType.is_input:
             returned.append(info.base_idx)
             return ["input", info.base_idx]
         produced_value = user_outputs[value.index]
         if not isinstance(produced_value, torch.fx.Node):
-            return _constant(produced_value, bucket)
+            return result_tree(produced_value, lambda _: None)
         if value.index not in position:
             position[value.index] = len(outputs)
             outputs.append(produced_value)
         return ["output", position[value.index]]
 
-    result = _result_tree(trace.result, leaf, bucket)
+    try:
+        result = result_tree(trace.result, leaf)
+    except NotRepresentable as error:
+        raise refusal(bucket, *error.args) from None
     if not outputs:
         if not returned:
             raise refusal(
@@ -363,7 +365,7 @@ def _assemble(
     finish_decomposition(graph)
     graph.eliminate_dead_code()
     graph_module.recompile()
-    sources = _sources(trace)
+    sources = _sources(trace, result)
     record = TraceRecord(
         inputs=tuple(inputs),
         outputs=tuple(spec_of(node.meta["val"]) for node in outputs),
@@ -375,9 +377,16 @@ def _assemble(
     return CapturedGraph(graph_module, record, bucket, premises)
 
 
-def _sources(trace: DynamoTrace) -> dict[str, str]:
-    modules = traced_modules(trace.code)
-    return dict.fromkeys(modules, "") | source_digests(modules)
+def _sources(trace: DynamoTrace, result: Any) -> dict[str, str]:
+    modules = {*traced_modules(trace.code), *_modules_of_classes(result)}
+    return dict.fromkeys(sorted(modules), "") | source_digests(sorted(modules))
+
+
+def _modules_of_classes(result: Any) -> Iterator[str]:
+    for name in classes_of(result):
+        module = name.partition(":")[0]
+        if source_file(module) is not None:
+            yield module
 
 
 def _input_index(
@@ -421,30 +430,3 @@ def _transposed_input(tensor: torch.Tensor, trace: DynamoTrace) -> tuple[int, li
             if memory_of(known.permute(turned)) == memory_of(tensor):
                 return index, turned
     return None
-
-
-def _result_tree(value: Any, leaf: Callable[[Any], list[Any]], bucket: str) -> list[Any]:
-    if isinstance(value, (GraphOutput, torch.Tensor)):
-        return leaf(value)
-    kind = type(value)
-    if kind in (list, tuple):
-        return [kind.__name__, [_result_tree(item, leaf, bucket) for item in value]]
-    if kind is dict and all(type(key) in (str, int) for key in value):
-        items = [[key, _result_tree(item, leaf, bucket)] for key, item in value.items()]
-        return ["dict", items]
-    if isinstance(value, tuple) and kind is getattr(torch.return_types, kind.__name__, None):
-        items = [_result_tree(item, leaf, bucket) for item in value]
-        return [f"torch.return_types.{kind.__name__}", items]
-    return _constant(value, bucket)
-
-
-def _constant(value: Any, bucket: str) -> list[Any]:
-    if value is None or type(value) in (bool, int, str):
-        return ["const", value]
-    if type(value) is float:
-        return ["float", value.hex()]
-    raise refusal(
-        bucket,
-        f"the step returns a {type(value).__module__}.{type(value).__qualname__}",
-        "Return tensors, numbers, strings and None, in lists, tuples and dicts.",
-    )

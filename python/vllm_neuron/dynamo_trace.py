@@ -30,7 +30,9 @@ __all__ = [
     "GraphOutput",
     "attribute_path",
     "explain",
+    "operands_text",
     "refusal",
+    "refuse_data_dependent_sizes",
     "source_line",
     "trace_step",
     "traced_modules",
@@ -293,6 +295,30 @@ def refusal(bucket: str, reason: str, advice: str, source: str | None = None) ->
     )
 
 
+def refuse_data_dependent_sizes(graph: torch.fx.Graph, bucket: str) -> None:
+    """Name the first operator of a graph whose result has no static size.
+
+    Raises:
+        CaptureError: there is one.
+    """
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        values = value if isinstance(value, (list, tuple)) else [value]
+        for item in values:
+            sizes = item.shape if isinstance(item, torch.Tensor) else [item]
+            if any(
+                isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes
+            ):
+                raise refusal(
+                    bucket,
+                    f"the result of {node.target}({operands_text(node)}) has a size that depends "
+                    "on the values of tensors",
+                    "Use operations whose result shape is known beforehand (torch.where, masking, "
+                    "a fixed output_size).",
+                    source_line(node.stack_trace),
+                )
+
+
 def explain(error: Exception, bucket: str) -> CaptureError:
     """Put an exception of the trace into words: what, where, and what to do."""
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -339,6 +365,15 @@ def _gist(text: str) -> str:
         if line.startswith("Explanation:"):
             gist = f"{gist}: {line.removeprefix('Explanation:').strip()}"
     return gist.rstrip(".")[:300]
+
+
+def operands_text(node: torch.fx.Node) -> str:
+    """Dtype and shape of each tensor operand of a traced node: `float32[4, 8], int64[4]`."""
+    return ", ".join(
+        f"{str(item.meta['val'].dtype).removeprefix('torch.')}{list(item.meta['val'].shape)}"
+        for item in node.all_input_nodes
+        if isinstance(item.meta.get("val"), torch.Tensor)
+    )
 
 
 def source_line(stack_trace: str | None) -> str | None:

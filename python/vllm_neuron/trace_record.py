@@ -17,9 +17,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, get_args
 
+from vllm_neuron.result_tree import check_tree, missing_class, rebuild
+
 __all__ = ["DTYPES", "GraphInput", "TensorSpec", "TraceRecord", "source_digests", "source_file"]
 
-_FORMAT = 3
+_FORMAT = 4
 
 InputKind = Literal["parameter", "buffer", "attribute", "argument"]
 
@@ -65,7 +67,10 @@ class TraceRecord:
         aliases: graph output index to the index of the graph input it updates in place.
         result: the return value as a JSON tree: `["output", i]`, `["input", i]`,
             `["const", value]`, `["float", hex]`, `["list", [...]]`, `["tuple", [...]]`,
-            `["dict", [[key, tree], ...]]`, or `["torch.return_types.NAME", [...]]`.
+            `["dict", [[key, tree], ...]]`, `["torch.return_types.NAME", [...]]`,
+            `["torch.Size", [...]]`, `["namedtuple", ["module:Class", [...]]]`,
+            `["dataclass", ["module:Class", [[attribute, tree], ...]]]`, or for a subclass of dict
+            `["mapping", ["module:Class", [[key, tree], ...], [[attribute, tree], ...]]]`.
         sources: Python module name to the BLAKE3 hex digest of its source file, for every
             module whose code the trace inlined.
     """
@@ -132,7 +137,7 @@ class TraceRecord:
             isinstance(digest, str) for digest in sources.values()
         ):
             raise ValueError("trace record: sources must map module names to digests")
-        _check_result(tree["result"], len(outputs), len(inputs))
+        check_tree(tree["result"], len(outputs), len(inputs))
         return cls(inputs, outputs, aliases, tree["result"], sources)
 
     def sources_changed(self) -> list[str]:
@@ -143,9 +148,13 @@ class TraceRecord:
         current = source_digests(self.sources)
         return [name for name, digest in self.sources.items() if current.get(name) != digest]
 
+    def missing_class(self) -> str | None:
+        """The first class of the result that is not loaded any more, as `module:Class`."""
+        return missing_class(self.result)
+
     def rebuild_result(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> Any:
         """The step function's return value, from the graph's outputs and inputs in order."""
-        return _rebuild(self.result, outputs, inputs)
+        return rebuild(self.result, outputs, inputs)
 
 
 def source_digests(modules: Mapping[str, Any] | Sequence[str]) -> dict[str, str]:
@@ -177,35 +186,6 @@ def source_file(name: str) -> Path | None:
     return path if path is not None and path.suffix == ".py" and path.is_file() else None
 
 
-def _rebuild(tree: Any, outputs: Sequence[Any], inputs: Sequence[Any]) -> Any:
-    tag, value = tree
-    if tag == "output":
-        return outputs[value]
-    if tag == "input":
-        return inputs[value]
-    if tag == "const":
-        return value
-    if tag == "float":
-        return float.fromhex(value)
-    if tag == "dict":
-        return {key: _rebuild(item, outputs, inputs) for key, item in value}
-    items = [_rebuild(item, outputs, inputs) for item in value]
-    if tag == "list":
-        return items
-    if tag == "tuple":
-        return tuple(items)
-    return _return_type(tag)(items)
-
-
-def _return_type(tag: str) -> Any:
-    import torch
-
-    found = getattr(torch.return_types, tag.rpartition(".")[2], None)
-    if not (isinstance(found, type) and issubclass(found, tuple)):
-        raise ValueError(f"trace record: {tag} is not a return type of this torch")
-    return found
-
-
 def _list(value: Any, where: str, length: int | None = None) -> list[Any]:
     if not isinstance(value, list) or (length is not None and len(value) != length):
         size = "" if length is None else f" of {length}"
@@ -232,38 +212,3 @@ def _parse_spec(dtype: Any, shape: Any) -> TensorSpec:
     if not all(type(size) is int and size >= 0 for size in _list(shape, "shape")):
         raise ValueError(f"trace record: bad shape {shape!r:.80}")
     return TensorSpec(tuple(shape), dtype)
-
-
-def _check_result(tree: Any, outputs: int, inputs: int, depth: int = 0) -> None:
-    if depth > 100:
-        raise ValueError("trace record: result is nested too deeply")
-    tag, value = _list(tree, "result", 2)
-    if tag == "output":
-        _index(value, outputs, "result")
-    elif tag == "input":
-        _index(value, inputs, "result")
-    elif tag == "const":
-        if value is not None and type(value) not in (bool, int, str):
-            raise ValueError(f"trace record: bad constant {value!r:.80}")
-    elif tag == "float":
-        if not isinstance(value, str):
-            raise ValueError(f"trace record: bad float {value!r:.80}")
-        float.fromhex(value)
-    elif tag == "dict":
-        for item in _list(value, "result"):
-            key, subtree = _list(item, "result", 2)
-            if type(key) not in (str, int):
-                raise ValueError(f"trace record: bad key {key!r:.80}")
-            _check_result(subtree, outputs, inputs, depth + 1)
-    elif tag in ("list", "tuple") or _is_return_type(tag):
-        if _is_return_type(tag):
-            _list(value, tag, _return_type(tag).n_sequence_fields)
-        for item in _list(value, "result"):
-            _check_result(item, outputs, inputs, depth + 1)
-    else:
-        raise ValueError(f"trace record: unknown tag {tag!r:.80} in result")
-
-
-def _is_return_type(tag: Any) -> bool:
-    prefix = "torch.return_types."
-    return isinstance(tag, str) and tag.startswith(prefix) and tag[len(prefix) :].isidentifier()

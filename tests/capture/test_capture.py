@@ -96,7 +96,7 @@ def test_record_survives_json(record):
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        (b'"format":3', b'"format":4'),
+        (b'"format":4', b'"format":3'),
         (b'"parameter"', b'"weights"'),
         (b'"float32"', b'"float31"'),
         (b'["output",2]', b'["output",99]'),
@@ -265,13 +265,6 @@ def test_computed_tensor_in_an_attribute_is_refused():
     with pytest.raises(CaptureError) as caught:
         capture(Stash(), (torch.ones(3),), bucket="b")
     assert "self.last" in caught.value.reason
-
-
-def test_overlapping_mutated_inputs_are_refused():
-    """bugs A26."""
-    base = torch.ones(8)
-    error = refusal(lambda x, y: x.mul_(2) + y, base[:4], base[2:6])
-    assert "shares memory" in error.reason and "args[0], args[1]" in str(error)
 
 
 def test_foreign_object_in_the_result_is_refused():

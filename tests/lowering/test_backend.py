@@ -143,3 +143,63 @@ def test_the_xla_backend_says_how_to_make_the_worker_s_interpreter(tmp_path):
     )
     assert run.returncode == 1
     assert "Make it: vllm-neuron xla-env create." in run.stderr
+
+
+class Inference(nn.Module):
+    @torch.inference_mode()
+    def forward(self, x):
+        with torch.inference_mode(False):
+            outside = x + 1
+        with torch.autocast("cpu", torch.bfloat16):
+            product = x @ x.t()
+        return x.detach() * 2 + outside, product
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_forward_in_inference_mode_equals_eager(mode):
+    x = torch.randn(3, 4)
+    with mode():
+        found, expected = compiled(Inference())(x), Inference()(x)
+    assert not found[0].requires_grad
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-7)
+
+
+class Refused(nn.Module):
+    @torch.inference_mode()
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return x @ torch.linalg.eigh(x)[0], torch.bincount(x.int().view(-1))
+
+
+def test_a_refusal_names_the_operator_and_leaves_no_mode_behind():
+    before = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+    for _ in range(2):
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as failure:
+            compiled(Refused())(torch.eye(4))
+        text = str(failure.value.inner_exception)
+        assert "aten._linalg_eigh.default" in text or "aten.bincount.default" in text
+        assert f"{__file__}:" in text
+        assert (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")) == before
+        assert not torch.is_inference_mode_enabled()
+        assert (torch.ones(2, requires_grad=True) + 1).requires_grad
+
+
+def test_a_size_that_depends_on_values_is_named():
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as failure:
+        torch.compile(
+            lambda x: torch.bincount(x, minlength=4) * 2,
+            backend="neuron_native",
+            dynamic=False,
+            fullgraph=True,
+        )(torch.tensor([1, 2]))
+    text = str(failure.value.inner_exception)
+    assert "aten.bincount.default(int64[2])" in text and f"{__file__}:" in text
+    assert "has a size that depends on the values of tensors" in text
+
+
+def test_linear_systems_equal_eager():
+    def solve(a, b):
+        return torch.linalg.inv(a), torch.linalg.solve(a, b), torch.linalg.cholesky(a @ a.mT)
+
+    a, b = torch.randn(3, 4, 4), torch.randn(3, 4, 2)
+    torch.testing.assert_close(compiled(solve)(a, b), solve(a, b), rtol=1e-3, atol=1e-3)

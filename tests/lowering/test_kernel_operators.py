@@ -171,6 +171,57 @@ def test_triangular_systems_and_cholesky_factors(equal):
     equal(compute, x, y, rtol=1e-4, atol=1e-4)
 
 
+@settings(
+    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(rows=st.lists(st.lists(st.integers(-2, 2), min_size=9, max_size=9), min_size=2, max_size=2))
+def test_linear_systems_with_equal_and_zero_pivots(equal, rows):
+    """Whole numbers, so that equal pivots and singular matrices are exact in eager too."""
+    x = torch.tensor(rows, dtype=torch.float64).view(2, 3, 3)
+    y = torch.arange(12.0, dtype=torch.float64).view(2, 3, 2)
+
+    def compute(x, y):
+        inverse, info = torch.linalg.inv_ex(x)
+        good = (torch.linalg.det(x).abs() > 0.5).view(2, 1, 1)
+        safe = torch.where(good, x, torch.eye(3, dtype=x.dtype))
+        return (
+            torch.where(good, inverse, 0.0),
+            torch.where(good.view(2), info, 1),
+            torch.linalg.solve(safe, y),
+            torch.linalg.solve(safe, y[..., 0]),
+            torch.linalg.solve(safe, y.mT, left=False),
+            torch.linalg.solve(safe[0], y),
+            torch.linalg.det(safe),
+            torch.linalg.slogdet(safe),
+            torch.linalg.lu(safe),
+            torch.linalg.lu_factor(safe),
+        )
+
+    equal(compute, x, y, rtol=1e-9, atol=1e-9)
+
+
+def test_factors_of_little_and_much(equal):
+    torch.manual_seed(0)
+    empty, one, many = torch.zeros(2, 0, 0), torch.full((1, 1), 4.0), torch.randn(40, 40)
+    equal(lambda x: (torch.linalg.inv(x), torch.linalg.det(x)), empty)
+    equal(lambda x: (x.inverse(), torch.linalg.cholesky(x), torch.linalg.slogdet(x)), one)
+    equal(torch.linalg.inv, many + 10 * torch.eye(40), rtol=1e-4, atol=1e-4)
+
+    def cholesky(x):
+        symmetric = x[:4, :4] @ x[:4, :4].mT + torch.eye(4)
+        lower = torch.linalg.cholesky(symmetric)
+        return (
+            torch.cholesky_solve(x[:4, :2], lower),
+            torch.cholesky_solve(x[:4, :2], lower.mT, upper=True),
+            torch.cholesky_inverse(lower),
+            torch.cholesky(symmetric, upper=True),
+        )
+
+    equal(cholesky, many, rtol=1e-4, atol=1e-4)
+    singular = torch.tensor([[1.0, 2.0], [2.0, 4.0]])
+    equal(lambda x: torch.linalg.inv_ex(x)[1], singular)
+
+
 def test_functions_of_complex_numbers(equal):
     torch.manual_seed(0)
     x = torch.randn(3, 4, dtype=torch.complex64)

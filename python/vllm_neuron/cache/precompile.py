@@ -171,6 +171,9 @@ def _mismatch(
     broken = checks.broken(found.premises, step)
     if broken is not None:
         return f"the trace read something that changed: {broken}"
+    missing = trace.missing_class()
+    if missing is not None:
+        return f"the class {missing} of its result is not loaded"
     arguments = dict(argument_leaves(step, args))
     for item in trace.inputs:
         if item.kind == "argument":

@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
 from vllm_neuron.lowering.kernel_decompositions import KERNELS
+from vllm_neuron.lowering.matrix_decompositions import MATRICES
 
 if TYPE_CHECKING:
     from vllm_neuron.capture import CapturedGraph
@@ -37,13 +38,15 @@ def decomposition_table() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
         aten.multinomial.default: _multinomial,
         aten.squeeze.dims: _squeeze_dims,
     }
-    return dict(core_aten_decompositions()) | get_decompositions(_BEYOND_CORE) | KERNELS | own
+    known = dict(core_aten_decompositions()) | get_decompositions(_BEYOND_CORE)
+    return known | KERNELS | MATRICES | own
 
 
 _ASSERTIONS = {
     aten._assert_async.default,
     aten._assert_async.msg,
     aten._functional_assert_async.msg,
+    aten._linalg_check_errors.default,
 }
 
 

@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from vllm_neuron.capture import CapturedGraph
-from vllm_neuron.dynamo_trace import source_line
+from vllm_neuron.dynamo_trace import operands_text, source_line
 from vllm_neuron.errors import LoweringError
 
 if TYPE_CHECKING:
@@ -84,12 +84,7 @@ class NodeOrigin:
     @classmethod
     def of(cls, node: torch.fx.Node) -> NodeOrigin:
         """Describe a node of a captured graph."""
-        operands = ", ".join(
-            f"{_dtype_name(item.meta['val'].dtype)}{list(item.meta['val'].shape)}"
-            for item in node.all_input_nodes
-            if isinstance(item.meta.get("val"), torch.Tensor)
-        )
-        return cls(str(node.target), operands, source_line(node.stack_trace))
+        return cls(str(node.target), operands_text(node), source_line(node.stack_trace))
 
 
 @dataclass(frozen=True, slots=True)
