@@ -48,6 +48,7 @@ aten = torch.ops.aten
 
 # Random operators that fill a tensor and look only at the shape and dtype of their operand.
 _FILLS = {
+    aten.bernoulli.p,
     aten.cauchy.default,
     aten.exponential.default,
     aten.geometric.default,

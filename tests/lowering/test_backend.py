@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from vllm_neuron.errors import CaptureError
@@ -203,3 +204,20 @@ def test_linear_systems_equal_eager():
 
     a, b = torch.randn(3, 4, 4), torch.randn(3, 4, 2)
     torch.testing.assert_close(compiled(solve)(a, b), solve(a, b), rtol=1e-3, atol=1e-3)
+
+
+def test_dropout_draws_what_eager_draws_and_its_gradient_follows():
+    x = torch.randn(30, requires_grad=True)
+
+    def drop(x):
+        kept = torch.empty(40).bernoulli_(0.5)
+        certain = [F.dropout(x, p, True) for p in (0.0, 1.0)]
+        return F.dropout(x, 0.3, True), kept, torch.bernoulli(x.sigmoid()), certain
+
+    results = []
+    for step in (drop, compiled(drop)):
+        torch.manual_seed(3)
+        result = step(x)
+        (gradient,) = torch.autograd.grad(result[0].sum(), x)
+        results.append((result, gradient))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-6, atol=0)

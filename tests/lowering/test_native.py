@@ -145,3 +145,20 @@ def test_versions_need_no_child():
     native = NativeLowering()
     assert set(native.versions()) == {"torch-mlir", "jaxlib"}
     assert native.child_pid is None
+
+
+@pytest.mark.parametrize(
+    ("step", "dtype", "named", "instead"),
+    [
+        (lambda x: x.int() + 1, torch.uint16, "it takes a tensor of uint16", "int32"),
+        (lambda x: (x + 1).to(torch.uint32).long(), torch.int64, "it returns a tensor", "int64"),
+        (lambda x: x.abs(), torch.complex128, "it takes a tensor of complex128", "complex64"),
+        (torch.fft.fft, torch.float64, "it returns a tensor of complex128", "complex64"),
+    ],
+)
+def test_a_dtype_that_the_route_has_not_is_named_with_what_to_use(step, dtype, named, instead):
+    captured = capture(Step(step), (torch.ones(3).to(dtype),), bucket="b")
+    with NativeLowering() as lowering, pytest.raises(LoweringError) as failure:
+        lowering.lower(captured, bucket="b")
+    assert named in str(failure.value) and f"compute in {instead}" in str(failure.value)
+    assert failure.value.op.startswith("aten.")

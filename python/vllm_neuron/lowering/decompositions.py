@@ -31,11 +31,13 @@ def decomposition_table() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
         aten._cdist_forward.default: _cdist,
         aten._native_batch_norm_legit_no_training.default: _batch_norm,
         aten._scaled_mm.default: _scaled_mm,
+        aten.bernoulli.default: _bernoulli,
         aten.copy.default: _copy,
         aten.empty_permuted.default: _empty_permuted,
         aten.full.default: _full,
         aten.hypot.default: _hypot,
         aten.multinomial.default: _multinomial,
+        aten.native_dropout.default: _dropout,
         aten.squeeze.dims: _squeeze_dims,
     }
     known = dict(core_aten_decompositions()) | get_decompositions(_BEYOND_CORE)
@@ -110,6 +112,24 @@ def _multinomial(
     if num_samples == 1:
         return scaled.argmax(-1, keepdim=True)
     return scaled.topk(num_samples, -1).indices
+
+
+def _bernoulli(self: torch.Tensor, *, generator: Any = None) -> torch.Tensor:
+    if generator is not None:
+        return NotImplemented
+    return (torch.rand_like(self) < self).to(self.dtype)
+
+
+def _dropout(
+    input: torch.Tensor, p: float, train: bool | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Eager's own way: numbers are kept with probability 1 - p, whatever they are."""
+    if train is False or p == 0:
+        return input.clone(), torch.ones_like(input, dtype=torch.bool)
+    if p == 1:
+        return torch.zeros_like(input), torch.zeros_like(input, dtype=torch.bool)
+    kept = aten.bernoulli.p(torch.empty_like(input), 1 - p)
+    return input * kept / (1 - p), kept.to(torch.bool)
 
 
 def _hypot(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -53,6 +53,15 @@ _READS_STORAGE = {
     torch.ops.aten.as_strided_scatter.default,
 }
 
+# Dtypes of which the native route has no tensors, by what to compute in instead. complex128 is one
+# within a graph only: NEFF files have no name for it.
+_INSTEAD = {
+    "uint16": "int32",
+    "uint32": "int64",
+    "uint64": "int64, if the values fit",
+    "complex128": "complex64, or float64 pairs (torch.view_as_real)",
+}
+
 # Window functions, which are constants.
 _WINDOWS = {
     f"aten::{name}_window" for name in ("bartlett", "blackman", "hamming", "hann", "kaiser")
@@ -157,10 +166,13 @@ class _Encoder:
             if node.op == "placeholder":
                 self.values[node] = self._new_value()
                 inputs.append(_spec(node.meta["val"]))
+                self._check_dtype(next(iter(node.users), node), "it takes", node.meta["val"])
             elif node.op == "get_attr":
                 self.values[node] = self._literal(node)
             elif node.op == "output":
                 outputs = [self.values[item] for item in node.args[0]]
+                for item in node.args[0]:
+                    self._check_dtype(item, "it returns", item.meta["val"])
             else:
                 self._call(node)
         header = {
@@ -178,6 +190,15 @@ class _Encoder:
 
     def _refuse(self, node: torch.fx.Node, reason: str) -> LoweringError:
         return lowering_error(self.bucket, node, reason, route=self.route)
+
+    def _check_dtype(self, node: torch.fx.Node, what: str, tensor: torch.Tensor) -> None:
+        instead = _INSTEAD.get(_dtype_name(tensor.dtype))
+        if instead is not None and self.route == "native":
+            raise self._refuse(
+                node,
+                f"{what} a tensor of {_dtype_name(tensor.dtype)}, which the route has not; "
+                f"compute in {instead}, and convert arguments before the step",
+            )
 
     def _folded(self, node: torch.fx.Node) -> bool:
         """Write a short arange of fractions or of narrow floats as a literal.
@@ -241,6 +262,9 @@ class _Encoder:
             result is None or isinstance(result, torch.Tensor) for result in results
         ):
             raise self._refuse(node, f"its result is a {type(value).__name__}, not a tensor")
+        for result in results:
+            if isinstance(result, torch.Tensor) and result.dtype != torch.complex128:
+                self._check_dtype(node, "it returns", result)
         numbers = [self._new_value() for _ in results]
         self.values[node] = numbers[0] if isinstance(value, torch.Tensor) else numbers
         tensors = [item.meta["val"] for item in node.all_input_nodes] + list(results)
