@@ -100,9 +100,7 @@ impl<W: CacheElement> Call<'_, W> {
                     1 => self.blend::<K, 1>(row + at, &tile),
                     2 => self.blend::<K, 2>(row + at, &tile),
                     3 => self.blend::<K, 3>(row + at, &tile),
-                    4 => self.blend::<K, 4>(row + at, &tile),
-                    5 => self.blend::<K, 5>(row + at, &tile),
-                    _ => self.blend::<K, 6>(row + at, &tile),
+                    _ => self.blend::<K, 4>(row + at, &tile),
                 }
             }
             at += count;

@@ -62,7 +62,8 @@ pub(crate) trait Kernel {
     type Sums: Copy;
     /// Elements that one step reads of a row.
     const STEP: usize;
-    /// Rows of the left operand whose sums are in registers at once, 1 to 6.
+    /// Rows of the left operand whose sums are in registers at once, 1 to 4. Of more, LLVM keeps them in
+    /// memory between the loops.
     const ROWS: usize;
 
     /// Has memory, which need not be the weight's any more, brought near.
@@ -155,9 +156,7 @@ impl<X, W, Y> Rectangle<X, W, Y> {
                     1 => self.tile::<K, 1, N>(row, column),
                     2 => self.tile::<K, 2, N>(row, column),
                     3 => self.tile::<K, 3, N>(row, column),
-                    4 => self.tile::<K, 4, N>(row, column),
-                    5 => self.tile::<K, 5, N>(row, column),
-                    _ => self.tile::<K, 6, N>(row, column),
+                    _ => self.tile::<K, 4, N>(row, column),
                 }
             }
             row += count;

@@ -70,7 +70,7 @@ impl<W: Vectors> Kernel for Avx512<W> {
     type WVector = __m512;
     type Sums = __m512;
     const STEP: usize = 16;
-    const ROWS: usize = 6;
+    const ROWS: usize = 4;
 
     #[inline(always)]
     fn prefetch(from: *const Self::W) {
@@ -121,7 +121,7 @@ impl Kernel for Avx512Bf16 {
     type WVector = __m512i;
     type Sums = __m512;
     const STEP: usize = 32;
-    const ROWS: usize = 6;
+    const ROWS: usize = 4;
 
     #[inline(always)]
     fn prefetch(from: *const Self::W) {

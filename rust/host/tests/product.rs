@@ -7,7 +7,7 @@ mod threads;
 use threads::Threads;
 use vllm_neuron_host::{Bf16, Inline, Instructions, Shape, product_bf16, product_f32};
 
-/// Rows at and around the tiles of 2 and 6 and the blocks of 12.
+/// Rows at and around the tiles of 2 and 4 and the blocks of 12.
 const ROWS: [usize; 6] = [1, 2, 3, 16, 17, 128];
 /// Inner sizes at and around the steps of 8, 16 and 32, and none.
 const INNER: [usize; 8] = [0, 1, 7, 8, 33, 64, 577, 1023];
