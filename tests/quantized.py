@@ -175,7 +175,11 @@ GPTQ_RULES: Mapping[int, Mapping[str, Any]] = {
 """What is not the default of `gptq_layer`, by decoder layer."""
 
 
-def build_gptq(folder: Path, rules: Mapping[int, Mapping[str, Any]] = GPTQ_RULES) -> Checkpoint:
+def build_gptq(
+    folder: Path,
+    rules: Mapping[int, Mapping[str, Any]] = GPTQ_RULES,
+    architecture: str = "llama",
+) -> Checkpoint:
     """Write a GPTQ checkpoint whose decoder layers are each quantised in another way."""
     return _build(
         folder,
@@ -193,11 +197,12 @@ def build_gptq(folder: Path, rules: Mapping[int, Mapping[str, Any]] = GPTQ_RULES
             },
         },
         layers=len(rules),
+        architecture=architecture,
     )
 
 
-def build_awq(folder: Path) -> Checkpoint:
-    """Write an AWQ checkpoint."""
+def build_awq(folder: Path, architecture: str = "llama") -> Checkpoint:
+    """Write an AWQ checkpoint; experts are not quantised."""
     return _build(
         folder,
         lambda _, name, weight: awq_layer(name, weight),
@@ -209,6 +214,7 @@ def build_awq(folder: Path) -> Checkpoint:
             "version": "gemm",
         },
         layers=2,
+        architecture=architecture,
     )
 
 
@@ -449,8 +455,9 @@ def _build(
     layers: int,
     activations: Mapping[int, Activations] | None = None,
     cache_scales: tuple[float, float] | None = None,
+    architecture: str = "llama",
 ) -> Checkpoint:
-    reference = models.build("llama", folder / "reference", layers=layers)
+    reference = models.build(architecture, folder / "reference", layers=layers)
     served = folder / "served"
     shutil.copytree(reference, served)
     weights = load_file(reference / "model.safetensors")

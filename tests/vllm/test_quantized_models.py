@@ -127,3 +127,12 @@ def test_rounded_activations_are_those_of_the_format(kind, tmp_path):
     assert difference.max() < LARGEST
     # The bounds tell this model from one whose activations (and cache) are not rounded.
     assert (found - unrounded).abs().mean() > 5 * MEAN
+
+
+def test_experts_that_are_left_out_of_the_quantisation(tmp_path):
+    """vLLM finds out from the weights which layers are quantised."""
+    made = quantized.build_gptq(tmp_path, {0: {}, 1: {"sym": False}}, "mixtral")
+    expected = models.greedy(made.reference, PROMPTS, tokens=TOKENS)
+    # Eagerly: tests/vllm/test_generation.py compiles the experts.
+    with Engine(made.folder, CPU_MODE, cache_root=tmp_path / "cache") as engine:
+        assert engine.tokens(PROMPTS, TOKENS) == expected

@@ -58,7 +58,10 @@ class AWQConfig(AutoAWQConfig):
             ConfigurationError: it cannot be.
         """
         if isinstance(layer, RoutedExperts):
-            if is_layer_skipped(prefix, self.modules_to_not_convert, match_mode="substring"):
+            left_out = self.modules_to_not_convert
+            # vLLM collects the layers that are not quantised, each expert by its own name.
+            each = any(name.startswith(f"{prefix}.") for name in left_out)
+            if each or is_layer_skipped(prefix, left_out, match_mode="substring"):
                 return UnquantizedFusedMoEMethod(layer.moe_config)
             refuse_experts(_NAME, layer, prefix)
         method = super().get_quant_method(layer, prefix)

@@ -14,6 +14,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.utils.gptq_utils import (
+    flatten_list,
     get_dynamic_override,
     get_linear_quant_method,
 )
@@ -77,7 +78,8 @@ class GPTQConfig(AutoGPTQConfig):
             full_config,
             modules_in_block_to_quantize,
         )
-        self.desc_act = desc_act
+        # A single group has no order.
+        self.desc_act = desc_act and group_size != -1
         self.dynamic = dynamic
         #: Whether zero points are stored as they are, and not less one.
         self.has_true_zeros = full_config.get("checkpoint_format") == "gptq_v2"
@@ -99,13 +101,19 @@ class GPTQConfig(AutoGPTQConfig):
             ConfigurationError: it cannot be.
         """
         if isinstance(layer, RoutedExperts):
-            if get_dynamic_override(self, layer_name=prefix) is False:
+            skipped = get_dynamic_override(self, layer_name=prefix) is False
+            if skipped or not self._has_quantised_experts():
                 return UnquantizedFusedMoEMethod(layer.moe_config)
             refuse_experts(_NAME, layer, prefix)
         method: QuantizeMethodBase | None = get_linear_quant_method(
             self, layer, prefix, GPTQLinearMethod
         )
         return method
+
+    def _has_quantised_experts(self) -> bool:
+        """Whether any is; vLLM collects the quantised layers, where it can read the weights."""
+        names = flatten_list(self.modules_in_block_to_quantize)
+        return not names or any(".experts." in f".{name}." for name in names)
 
 
 class _GroupIndex(BasevLLMParameter):
