@@ -28,7 +28,10 @@ from tests import models
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Columns in the order in which AWQ puts them into a word, lowest bits first."""
 
-_LINEAR = re.compile(r"model\.layers\.(\d+)\.(?:self_attn|mlp)\.\w+_proj\.weight")
+_LINEAR = re.compile(
+    r"model\.layers\.(\d+)\.(?:self_attn|mlp|block_sparse_moe)\."
+    r"(?:experts\.\d+\.)?(?:\w+_proj|w\d)\.weight"
+)
 
 Tensors = dict[str, torch.Tensor]
 Activations = Callable[[torch.Tensor], torch.Tensor]
@@ -179,8 +182,17 @@ def build_gptq(
     folder: Path,
     rules: Mapping[int, Mapping[str, Any]] = GPTQ_RULES,
     architecture: str = "llama",
+    *,
+    experts: bool = False,
 ) -> Checkpoint:
-    """Write a GPTQ checkpoint whose decoder layers are each quantised in another way."""
+    """Write a GPTQ checkpoint whose decoder layers are each quantised in another way.
+
+    Args:
+        folder: where to.
+        rules: by decoder layer, what is not the default of `gptq_layer`.
+        architecture: see `tests.models`.
+        experts: whether experts are quantised.
+    """
     return _build(
         folder,
         lambda layer, name, weight: gptq_layer(name, weight, **rules[layer]),
@@ -198,11 +210,12 @@ def build_gptq(
         },
         layers=len(rules),
         architecture=architecture,
+        experts=experts,
     )
 
 
-def build_awq(folder: Path, architecture: str = "llama") -> Checkpoint:
-    """Write an AWQ checkpoint; experts are not quantised."""
+def build_awq(folder: Path, architecture: str = "llama", *, experts: bool = False) -> Checkpoint:
+    """Write an AWQ checkpoint; experts are quantised on request."""
     return _build(
         folder,
         lambda _, name, weight: awq_layer(name, weight),
@@ -215,6 +228,7 @@ def build_awq(folder: Path, architecture: str = "llama") -> Checkpoint:
         },
         layers=2,
         architecture=architecture,
+        experts=experts,
     )
 
 
@@ -456,6 +470,7 @@ def _build(
     activations: Mapping[int, Activations] | None = None,
     cache_scales: tuple[float, float] | None = None,
     architecture: str = "llama",
+    experts: bool = False,
 ) -> Checkpoint:
     reference = models.build(architecture, folder / "reference", layers=layers)
     served = folder / "served"
@@ -464,7 +479,7 @@ def _build(
     packed: Tensors = {}
     for key, weight in list(weights.items()):
         match = _LINEAR.fullmatch(key)
-        if match is None:
+        if match is None or (".experts." in key and not experts):
             packed[key] = weight
             continue
         tensors, weights[key] = quantise(int(match[1]), key.removesuffix(".weight"), weight)

@@ -219,8 +219,6 @@ def test_settings_of_a_checkpoint_are_factors_of_the_trace_key():
 @pytest.mark.parametrize(
     ("config", "name"),
     [
-        (GPTQConfig.from_config(GPTQ), "gptq"),
-        (AWQConfig.from_config(AWQ), "awq"),
         (
             NeuronFp8Config.from_config({"quant_method": "fp8", "activation_scheme": "dynamic"}),
             "fp8",
@@ -241,7 +239,7 @@ def test_settings_of_a_checkpoint_are_factors_of_the_trace_key():
         ),
     ],
 )
-def test_quantised_experts_are_refused_by_name(config, name):
+def test_experts_of_fp8_and_compressed_tensors_are_refused_by_name(config, name):
     experts = RoutedExperts.__new__(RoutedExperts)
     torch.nn.Module.__init__(experts)
     with pytest.raises(ConfigurationError) as caught:
@@ -250,3 +248,25 @@ def test_quantised_experts_are_refused_by_name(config, name):
         f"--quantization ({name}) with quantised experts (layer model.layers.0.mlp.experts) is not "
         "supported on Neuron in this version. Use a checkpoint whose experts are not quantised."
     )
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (
+            GPTQConfig.from_config(GPTQ | {"desc_act": True}),
+            "--quantization (gptq) with desc_act and quantised experts (layer m.experts) is not",
+        ),
+        (
+            AWQConfig.from_config(AWQ),
+            "--quantization (awq) with experts that have biases (layer m.experts) is not supported",
+        ),
+    ],
+)
+def test_experts_that_are_not_computed_are_refused(config, text):
+    experts = RoutedExperts.__new__(RoutedExperts)
+    torch.nn.Module.__init__(experts)
+    experts.moe_config = SimpleNamespace(has_bias=True)
+    with pytest.raises(ConfigurationError) as caught:
+        config.get_quant_method(experts, "m.experts")
+    assert str(caught.value).startswith(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from vllm.model_executor.kernels.linear import (
     Int8ScaledMMLinearLayerConfig,
     MPLinearLayerConfig,
 )
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 from vllm.scalar_type import scalar_types
 
@@ -23,8 +25,11 @@ from vllm_neuron.compiler.module_files import check_module
 from vllm_neuron.errors import ConfigurationError
 from vllm_neuron.route import Route
 from vllm_neuron.target import TARGETS
+from vllm_neuron.vllm.moe import apply_experts
 from vllm_neuron.vllm.quantization.compressed_tensors import NeuronCompressedTensorsConfig
+from vllm_neuron.vllm.quantization.experts import AWQExperts, GPTQExperts
 from vllm_neuron.vllm.quantization.fp8 import NeuronFp8Config
+from vllm_neuron.vllm.quantization.gptq import GPTQConfig
 from vllm_neuron.vllm.quantization.kernels import (
     Fp8BlockKernel,
     Fp8Kernel,
@@ -142,6 +147,60 @@ def fp8_products(weight, x):
     scale = x.unflatten(-1, (-1, 8)).abs().amax(-1) / 448
     blocks = Fp8BlockProduct(tensors["x.weight"], tensors["x.weight_scale_inv"], 8)
     yield blocks, (x, scale), linear(quantized.fp8_activations(x, group=8), exact)
+
+
+class Experts(torch.nn.Module):
+    """A layer of three experts, two for each token, and its dequantised weights.
+
+    Attributes:
+        exact: gate and up (E, 2 * I, H), and down (E, H, I).
+    """
+
+    def __init__(self, quantise, method) -> None:
+        super().__init__()
+        count, hidden, inner = 3, 32, 16
+        self.exact = []
+        for part, shape in (("w13", (2 * inner, hidden)), ("w2", (hidden, inner))):
+            made = [quantise("x", noise(expert, *shape)) for expert in range(count)]
+            self.exact.append(torch.stack([exact for _, exact in made]))
+            for name in ("qweight", "qzeros", "scales"):
+                stacked = torch.stack([tensors[f"x.{name}"] for tensors, _ in made])
+                stacked = stacked.float() if name == "scales" else stacked
+                parameter = torch.nn.Parameter(stacked, requires_grad=False)
+                self.register_parameter(f"{part}_{name}", parameter)
+        self.method = method
+        self.scoring_func, self.activation, self.top_k = "softmax", MoEActivation.SILU, 2
+        self.use_grouped_topk, self.renormalize = False, True
+        self.e_score_correction_bias, self.routed_scaling_factor = None, 1.0
+
+    def forward(self, x, router_logits):
+        return self.method.apply_monolithic(self, x, router_logits)
+
+
+def experts_layers():
+    """Layers of packed experts: AWQ, GPTQ symmetric and not."""
+    awq = AWQExperts.__new__(AWQExperts)
+    awq.moe = SimpleNamespace(has_bias=False)
+    yield Experts(partial(quantized.awq_layer, group_size=16), awq)
+    for sym, bits in ((True, 4), (False, 8)):
+        gptq = GPTQExperts.__new__(GPTQExperts)
+        gptq.moe = SimpleNamespace(has_bias=False)
+        gptq.quant_config = GPTQConfig.from_config(
+            {"bits": bits, "group_size": 16, "sym": sym, "desc_act": False}
+        )
+        yield Experts(partial(quantized.gptq_layer, sym=sym, bits=bits), gptq)
+
+
+def test_packed_experts_equal_their_dequantised_weights_and_lower():
+    x, logits = noise(7, 5, 32), noise(8, 5, 3)
+    with lowering_of(Route.NATIVE) as lowering:
+        for layer in experts_layers():
+            gate_up, down = layer.exact
+            expected = apply_experts(
+                layer, x, logits, gate_up_weights=gate_up, down_weights=down, has_bias=False
+            )
+            torch.testing.assert_close(layer(x, logits), expected, rtol=1e-5, atol=1e-5)
+            assert_parity(lowering, layer, (x, logits), rtol=1e-4, atol=1e-4)
 
 
 @given(

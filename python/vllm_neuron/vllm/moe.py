@@ -22,7 +22,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 
 from vllm_neuron.errors import ConfigurationError
 
-__all__ = ["DenseExperts", "TracedMoERunner"]
+__all__ = ["DenseExperts", "TracedMoERunner", "apply_experts", "check_experts"]
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -64,21 +64,7 @@ class DenseExperts(UnquantizedFusedMoEMethod):
         Raises:
             ConfigurationError: it is not.
         """
-        score = layer.scoring_func
-        for feature, present in (
-            ("a custom routing function", layer.custom_routing_function is not None),
-            (f"router score {score}", score not in ("softmax", "sigmoid")),
-            (f"activation {layer.activation.value}", layer.activation not in _ACTIVATIONS),
-            ("router weights applied to the input", layer.apply_router_weight_on_input),
-            ("expert parallelism", layer.expert_map is not None),
-        ):
-            if present:
-                raise ConfigurationError(
-                    f"This model cannot be served on Neuron: {feature} in {layer.layer_name} is "
-                    f"not implemented in the plugin's mixture-of-experts layer.",
-                    name="model",
-                    value=feature,
-                )
+        check_experts(layer)
         # vLLM would build it on the first call, inside the trace.
         layer._ensure_moe_quant_config_init()
 
@@ -102,15 +88,71 @@ class DenseExperts(UnquantizedFusedMoEMethod):
         Returns:
             (T, hidden), of x's dtype.
         """
-        weights = _routing_weights(layer, router_logits)
-        gate_up = torch.einsum("th,eih->eti", x, layer.w13_weight)
-        if self.moe.has_bias:
-            gate_up = gate_up + layer.w13_bias.unsqueeze(1)
-        hidden = _ACTIVATIONS[layer.activation](gate_up)
-        outputs = torch.einsum("eti,ehi->eth", hidden, layer.w2_weight)
-        if self.moe.has_bias:
-            outputs = outputs + layer.w2_bias.unsqueeze(1)
-        return (outputs * weights.t().unsqueeze(-1).to(x.dtype)).sum(0)
+        return apply_experts(
+            layer,
+            x,
+            router_logits,
+            gate_up_weights=layer.w13_weight,
+            down_weights=layer.w2_weight,
+            has_bias=self.moe.has_bias,
+        )
+
+
+def apply_experts(
+    layer: Any,
+    x: torch.Tensor,
+    router_logits: torch.Tensor,
+    *,
+    gate_up_weights: torch.Tensor,
+    down_weights: torch.Tensor,
+    has_bias: bool,
+) -> torch.Tensor:
+    """Applies every expert to every token, weighted by the router.
+
+    Args:
+        layer: its routing, and with biases `w13_bias` (experts, 2 * intermediate) and `w2_bias`
+            (experts, hidden).
+        x: hidden states (T, hidden).
+        router_logits: (T, experts).
+        gate_up_weights: (experts, 2 * intermediate, hidden).
+        down_weights: (experts, hidden, intermediate).
+        has_bias: whether there are biases.
+
+    Returns:
+        (T, hidden), of x's dtype.
+    """
+    weights = _routing_weights(layer, router_logits)
+    gate_up = torch.einsum("th,eih->eti", x, gate_up_weights)
+    if has_bias:
+        gate_up = gate_up + layer.w13_bias.unsqueeze(1)
+    hidden = _ACTIVATIONS[layer.activation](gate_up)
+    outputs = torch.einsum("eti,ehi->eth", hidden, down_weights)
+    if has_bias:
+        outputs = outputs + layer.w2_bias.unsqueeze(1)
+    return (outputs * weights.t().unsqueeze(-1).to(x.dtype)).sum(0)
+
+
+def check_experts(layer: Any) -> None:
+    """Checks that a layer is of a kind that `apply_experts` computes.
+
+    Raises:
+        ConfigurationError: it is not.
+    """
+    score = layer.scoring_func
+    for feature, present in (
+        ("a custom routing function", layer.custom_routing_function is not None),
+        (f"router score {score}", score not in ("softmax", "sigmoid")),
+        (f"activation {layer.activation.value}", layer.activation not in _ACTIVATIONS),
+        ("router weights applied to the input", layer.apply_router_weight_on_input),
+        ("expert parallelism", layer.expert_map is not None),
+    ):
+        if present:
+            raise ConfigurationError(
+                f"This model cannot be served on Neuron: {feature} in {layer.layer_name} is "
+                f"not implemented in the plugin's mixture-of-experts layer.",
+                name="model",
+                value=feature,
+            )
 
 
 def _routing_weights(layer: Any, router_logits: torch.Tensor) -> torch.Tensor:

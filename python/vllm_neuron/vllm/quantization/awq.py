@@ -13,12 +13,8 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 
 from vllm_neuron.vllm.quantization.arithmetic import dequantise, unpack_awq
-from vllm_neuron.vllm.quantization.layers import (
-    ACTIVATION_DTYPES,
-    keep_plain,
-    refuse,
-    refuse_experts,
-)
+from vllm_neuron.vllm.quantization.experts import AWQExperts
+from vllm_neuron.vllm.quantization.layers import ACTIVATION_DTYPES, keep_plain, refuse
 
 __all__ = ["AWQConfig", "AWQLinearMethod"]
 
@@ -63,7 +59,13 @@ class AWQConfig(AutoAWQConfig):
             each = any(name.startswith(f"{prefix}.") for name in left_out)
             if each or is_layer_skipped(prefix, left_out, match_mode="substring"):
                 return UnquantizedFusedMoEMethod(layer.moe_config)
-            refuse_experts(_NAME, layer, prefix)
+            if layer.moe_config.has_bias:
+                raise refuse(
+                    _NAME,
+                    f"experts that have biases (layer {prefix})",
+                    "Use a checkpoint whose experts are not quantised.",
+                )
+            return AWQExperts(self, layer.moe_config)
         method = super().get_quant_method(layer, prefix)
         return AWQLinearMethod(self) if isinstance(method, AutoAWQLinearMethod) else method
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from vllm.model_executor.layers.quantization.utils.gptq_utils import (
     flatten_list,
     get_dynamic_override,
     get_linear_quant_method,
+    override_config,
 )
 from vllm.model_executor.models.utils import WeightsMapper
 from vllm.model_executor.parameter import (
@@ -27,12 +30,8 @@ from vllm.model_executor.parameter import (
 from vllm.scalar_type import scalar_types
 
 from vllm_neuron.vllm.quantization.arithmetic import dequantise, unpack
-from vllm_neuron.vllm.quantization.layers import (
-    ACTIVATION_DTYPES,
-    keep_plain,
-    refuse,
-    refuse_experts,
-)
+from vllm_neuron.vllm.quantization.experts import GPTQExperts
+from vllm_neuron.vllm.quantization.layers import ACTIVATION_DTYPES, keep_plain, refuse
 
 __all__ = ["GPTQConfig", "GPTQLinearMethod"]
 
@@ -91,8 +90,8 @@ class GPTQConfig(AutoGPTQConfig):
 
     @staticmethod
     def get_checkpoint_weight_mapper() -> WeightsMapper:
-        """Returns a mapping that keeps `g_idx`, which vLLM's drops."""
-        return WeightsMapper()
+        """Returns a mapping that keeps `g_idx` but for experts; vLLM's drops it."""
+        return WeightsMapper(orig_to_new_regex={re.compile(r"\.experts\..*\.g_idx$"): None})
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Returns how a layer is computed; None: as vLLM does without quantisation.
@@ -104,11 +103,29 @@ class GPTQConfig(AutoGPTQConfig):
             skipped = get_dynamic_override(self, layer_name=prefix) is False
             if skipped or not self._has_quantised_experts():
                 return UnquantizedFusedMoEMethod(layer.moe_config)
-            refuse_experts(_NAME, layer, prefix)
+            return self._experts(layer, prefix)
         method: QuantizeMethodBase | None = get_linear_quant_method(
             self, layer, prefix, GPTQLinearMethod
         )
         return method
+
+    def _experts(self, layer: RoutedExperts, prefix: str) -> QuantizeMethodBase:
+        own = deepcopy(self)
+        override_config(own, prefix=prefix)
+        if own.desc_act:
+            raise refuse(
+                _NAME,
+                f"desc_act and quantised experts (layer {prefix})",
+                "Use a checkpoint with desc_act false, or whose experts are not quantised.",
+            )
+        return GPTQExperts(own, layer.moe_config)
+
+    def zero_points(self, words: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
+        """Returns zero points that are packed along the last dimension."""
+        stored = unpack(words, bits=self.weight_bits, dim=words.dim() - 1)
+        # 0 is stored as the largest value: less one, modulo.
+        offset = 0 if self.has_true_zeros else 1
+        return ((stored + offset) & ((1 << self.weight_bits) - 1)).to(dtype)
 
     def _has_quantised_experts(self) -> bool:
         """Whether any is; vLLM collects the quantised layers, where it can read the weights."""
@@ -160,11 +177,11 @@ class GPTQLinearMethod(LinearMethodBase):
     """
 
     def __init__(self, quant_config: GPTQConfig) -> None:
+        self.quant_config = quant_config
         self.bits = quant_config.weight_bits
         self.group_size = quant_config.group_size
         self.is_symmetric = quant_config.is_sym
         self.has_order = quant_config.desc_act
-        self.zero_offset = 0 if quant_config.has_true_zeros else 1
 
     def create_weights(
         self,
@@ -251,10 +268,7 @@ class GPTQLinearMethod(LinearMethodBase):
         """Returns x (..., K) times the weights, (..., N), in the model's dtype."""
         zeros: torch.Tensor | int = 1 << (self.bits - 1)
         if not self.is_symmetric:
-            stored = unpack(layer.qzeros, bits=self.bits, dim=1)
-            # 0 is stored as the largest value: less one, modulo.
-            zeros = (stored + self.zero_offset) & ((1 << self.bits) - 1)
-            zeros = zeros.to(layer.scales.dtype)
+            zeros = self.quant_config.zero_points(layer.qzeros, dtype=layer.scales.dtype)
         weights = dequantise(
             unpack(layer.qweight, bits=self.bits, dim=0),
             layer.scales,
