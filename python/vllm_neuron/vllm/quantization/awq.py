@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.functional import linear
@@ -39,8 +39,7 @@ class AWQConfig(AutoAWQConfig):
             raise refuse(_NAME, f"layout {version}", "Use a checkpoint of version GEMM.")
         if not cls.get_from_keys(config, ["zero_point"]):
             raise refuse(_NAME, "zero_point false", "Use a checkpoint with zero points.")
-        made: AWQConfig = super().from_config(config)
-        return made
+        return cast("AWQConfig", super().from_config(config))
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
@@ -82,9 +81,7 @@ class AWQLinearMethod(AutoAWQLinearMethod):
         """Keeps the parameters as they are."""
         keep_plain(layer, "qweight", "qzeros", "scales")
 
-    def apply(
-        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Returns x (..., K) times the weights, (..., N), in the model's dtype."""
         scales = layer.scales
         zeros = unpack_awq(layer.qzeros).to(scales.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
@@ -74,8 +74,7 @@ class NeuronCompressedTensorsConfig(CompressedTensorsConfig):
             )
         if config.get("transform_config"):
             raise refuse(_NAME, "transforms", "Use a checkpoint without transform_config.")
-        made: NeuronCompressedTensorsConfig = super().from_config(config)
-        return made
+        return cast("NeuronCompressedTensorsConfig", super().from_config(config))
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Returns how a layer is computed; None: as vLLM does without quantisation.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
@@ -49,7 +49,7 @@ class NeuronFp8Config(Fp8Config):
             raise refuse(
                 _NAME, f"store_dtype {config['store_dtype']}", "Use a checkpoint without it."
             )
-        made: NeuronFp8Config = super().from_config(config)
+        made = cast("NeuronFp8Config", super().from_config(config))
         made.full_config = dict(config)
         return made
 

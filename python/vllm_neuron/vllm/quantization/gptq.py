@@ -262,9 +262,7 @@ class GPTQLinearMethod(LinearMethodBase):
         else:
             del layer.g_idx
 
-    def apply(
-        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Returns x (..., K) times the weights, (..., N), in the model's dtype."""
         zeros: torch.Tensor | int = 1 << (self.bits - 1)
         if not self.is_symmetric:

@@ -219,7 +219,7 @@ class Fp8WeightKernel(Fp8Kernel):
     """fp8 weights, activations of the model's dtype."""
 
     def apply_weights(
-        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+        self, layer: torch.nn.Module, x: Any, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Returns x (..., K) times the weights, (..., N), in the model's dtype."""
         weight, scales, _, _ = self._get_layer_params(layer)
