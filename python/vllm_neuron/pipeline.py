@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from vllm_neuron.compiler.base import Compiler
     from vllm_neuron.lowering.module import Lowering
     from vllm_neuron.runtime.base import DeviceTensor, Runtime
+    from vllm_neuron.trace_record import GraphInput
 
 __all__ = ["GraphSpec", "Pipeline", "PipelineCounters"]
 
@@ -125,6 +126,10 @@ class Pipeline:
             logger=logger,
         )
         self._weights: dict[tuple[Any, ...], tuple[torch.Tensor, DeviceTensor]] = {}
+        #: The weights that graphs read and do not update: step, name, and where they lie.
+        self._reads: list[tuple[GraphJob, GraphInput, DeviceTensor]] = []
+        #: Names of weights that have their memory under another name too, and that name, by step.
+        self._ties: dict[torch.nn.Module, list[tuple[str, str]]] = {}
 
     def build(
         self, specs: Sequence[GraphSpec], tensors: Mapping[str, DeviceTensor]
@@ -350,6 +355,9 @@ class Pipeline:
     def _bind(self, job: GraphJob, tensors: Mapping[str, DeviceTensor]) -> BoundGraph:
         assert job.trace is not None
         assert job.model is not None
+        if job.spec.step not in self._ties:
+            described = describe_tensors(job.spec.step)
+            self._ties[job.spec.step] = [(name, tied) for name, *_, tied in described if tied]
         return BoundGraph(
             job.spec.bucket,
             job.spec.step,
@@ -369,17 +377,9 @@ class Pipeline:
                 if item.name in tensors:
                     bound[index] = tensors[item.name]
                 continue
-            weight = find_tensor(job.spec.step, item.name)
-            if weight is None or spec_of(weight) != item.spec:
-                found = "nothing" if weight is None else str(spec_of(weight))
-                raise ExecutionError(
-                    f"{job.spec.bucket}: the graph reads the {item.kind} {item.name} as "
-                    f"{item.spec}, the model has {found}",
-                    bucket=job.spec.bucket,
-                    status=None,
-                    reason="a weight does not fit the graph",
-                )
-            bound[index] = self._upload(weight)
+            bound[index] = self._upload(_weight_of(job, item))
+            if index not in job.trace.aliases.values():
+                self._reads.append((job, item, bound[index]))
         return bound
 
     def _upload(self, weight: torch.Tensor) -> DeviceTensor:
@@ -402,6 +402,40 @@ class Pipeline:
             known = self._weights.get(memory_of(tensor))
             if known is not None:
                 known[1].write(tensor)
+
+    def refresh_weights(self) -> int:
+        """Bring weights that changed in the model since `build` to the device.
+
+        Each is looked up by the name that the graphs know, so a replaced parameter counts like one
+        whose values changed. Where the device shares the weight's memory nothing is to be done.
+
+        Returns:
+            How many weights were written.
+
+        Raises:
+            ExecutionError: a weight is gone, has another shape or dtype, or no longer shares its
+                memory with the weight that it was tied to: the graphs do not fit that model.
+        """
+        for step, ties in self._ties.items():
+            for name, tied_to in ties:
+                one, other = find_tensor(step, name), find_tensor(step, tied_to)
+                if one is None or other is None or memory_of(one) != memory_of(other):
+                    raise ExecutionError(
+                        f"the weight {name} was tied to {tied_to} when the graphs were built, and "
+                        "is not now: the graphs read one of them only",
+                        bucket=None,
+                        status=None,
+                        reason="a weight does not fit the graph",
+                    )
+        found = {id(device): (_weight_of(job, item), device) for job, item, device in self._reads}
+        changed = [
+            (weight, device)
+            for weight, device in found.values()
+            if not (weight.is_contiguous() and weight.data_ptr() == device.data_ptr())
+        ]
+        for weight, device in changed:
+            device.write(weight.detach())
+        return len(changed)
 
     def _log_summary(self) -> None:
         done = self.counters
@@ -437,3 +471,18 @@ class Pipeline:
                     hits + misses,
                     name,
                 )
+
+
+def _weight_of(job: GraphJob, item: GraphInput) -> torch.Tensor:
+    """The model's tensor that a graph reads, as it is now."""
+    weight = find_tensor(job.spec.step, item.name)
+    if weight is None or spec_of(weight) != item.spec:
+        found = "nothing" if weight is None else str(spec_of(weight))
+        raise ExecutionError(
+            f"{job.spec.bucket}: the graph reads the {item.kind} {item.name} as "
+            f"{item.spec}, the model has {found}",
+            bucket=job.spec.bucket,
+            status=None,
+            reason="a weight does not fit the graph",
+        )
+    return weight

@@ -71,6 +71,25 @@ def test_other_models_equal_transformers(architecture, checkpoint, cache_root):
         assert_parity(engine, folder)
 
 
+def negate_head(llm):
+    llm.apply_model(_negate_head)
+    assert llm.reset_prefix_cache()
+
+
+def _negate_head(model):
+    model.lm_head.weight = torch.nn.Parameter(-model.lm_head.weight.detach())
+
+
+def test_changed_weights_hold_from_the_next_step_on_a22(llama):
+    prompt = random_tokens(20, seed=3)
+    before = llama.tokens([prompt], TOKENS)
+    llama.call(negate_head)
+    changed = llama.tokens([prompt], TOKENS)
+    llama.call(negate_head)
+    assert changed != before
+    assert llama.tokens([prompt], TOKENS) == before
+
+
 def test_equal_prompts_in_one_step_share_blocks_that_the_step_fills(llama, checkpoint):
     # Blocks of 32 tokens: later prompts start from blocks that the first one fills in the same
     # step, and the last is left with a single token.

@@ -71,6 +71,7 @@ def refusal(start, name):
             ),
             "--kv-transfer-config",
         ),
+        (("--weight-transfer-config", '{"backend": "ipc"}'), "--weight-transfer-config"),
         (("--quantization", "torchao"), "--quantization"),
         (
             ("--quantization-config", '{"linear": {"weight": "fp8_per_tensor_static"}}'),

@@ -93,6 +93,11 @@ ENGINE_LIMITS = (
     ),
     Limit("--ec-transfer-config", lambda c: c.ec_transfer_config is not None, _UNSET),
     Limit(
+        "--weight-transfer-config",
+        lambda c: c.weight_transfer_config is not None,
+        "Unset it. LLM.apply_model and the worker's refresh_weights take changed weights over.",
+    ),
+    Limit(
         "--quantization-config",
         lambda c: c.model_config.quantization_config is not None,
         "Unset it: weights are not quantised while they are loaded.",

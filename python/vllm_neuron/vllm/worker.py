@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -281,6 +281,28 @@ class NeuronWorker(WorkerBase):
     def get_model(self) -> torch.nn.Module:
         """Returns vLLM's model."""
         return self.model_runner.model
+
+    def apply_model(self, fn: Callable[[torch.nn.Module], Any]) -> Any:
+        """Applies a function to vLLM's model; what it does to weights holds from the next step on.
+
+        Raises:
+            ExecutionError: the model is left with weights that the graphs do not fit.
+        """
+        result = super().apply_model(fn)
+        self.refresh_weights()
+        return result
+
+    def refresh_weights(self) -> None:
+        """Brings weights of vLLM's model that were changed otherwise to the device.
+
+        For worker extensions and `collective_rpc`, after they loaded other weights.
+
+        Raises:
+            ExecutionError: the model is left with weights that the graphs do not fit.
+        """
+        pipeline = self.model_runner.execution.pipeline
+        if pipeline is not None:
+            logger.info("Weights refreshed: %d written to the device", pipeline.refresh_weights())
 
     def synchronize_device(self) -> None:
         """Does nothing: a step has ended when execute_model() returns."""
