@@ -11,7 +11,6 @@ from vllm_neuron.vllm.buckets import (
     decode_label,
     prefill_label,
     resolve_buckets,
-    resolve_vision_buckets,
 )
 
 
@@ -234,22 +233,6 @@ def test_dcp_must_keep_the_largest_bucket(max_model_len):
         f"DCP prefill alignment: the largest prefill bucket ({max_model_len}) must be divisible by "
         "dcp_size * block_size (256)"
     )
-
-
-def test_vision_buckets():
-    assert resolve_vision_buckets(ceiling=16384) == ((2048, 4096, 8192, 16384), ())
-    assert resolve_vision_buckets(ceiling=16384, max_vision_seq_len=5000) == (
-        (2048, 4096, 5000),
-        (),
-    )
-    assert resolve_vision_buckets(ceiling=1000) == ((2048,), ())
-    explicit = resolve_vision_buckets(ceiling=1, explicit=[1024, 4096], max_vision_seq_len=7)
-    assert explicit == (
-        (1024, 4096),
-        ("max_vision_seq_len=7 is ignored: num_vision_tokens_buckets is set to [1024, 4096]",),
-    )
-    with pytest.raises(ValueError, match=r"Largest bucket in num_vision_tokens_buckets \(1024\)"):
-        resolve_vision_buckets(ceiling=1, explicit=[1024])
 
 
 def test_labels():

@@ -20,14 +20,12 @@ __all__ = [
     "encode_label",
     "prefill_label",
     "resolve_buckets",
-    "resolve_vision_buckets",
 ]
 
 SMALLEST_PREFILL_BUCKET = 128  # BK-1
 KV_SEGMENT_SIZES = (512, 1024, 2048, 4096, 8192)  # BK-3
 LONGEST_SINGLE_SHOT = 16384  # BK-4: max_model_len up to which one prefill may be the whole prompt
 CONTEXT_MULTIPLE = 128  # BK-5
-VISION_BLOCK_SIZE = 2048  # BK-6: default of vision_attention_block_size
 
 
 class BucketOptions(Protocol):
@@ -162,7 +160,7 @@ def resolve_buckets(
         pooling: the model is a pooling model, which decodes nothing.
 
     Raises:
-        ConfigurationError: (a ValueError) an option breaks a rule of BK-1 to BK-7.
+        ConfigurationError: (a ValueError) an option breaks a rule of BK-1 to BK-5 or BK-7.
     """
     budget = min(max_num_batched_tokens, max_model_len)
     explicit = neuron_config.num_batched_tokens_buckets
@@ -212,43 +210,6 @@ def resolve_buckets(
         prefill_origin=origin,
         warnings=warnings,
     )
-
-
-def resolve_vision_buckets(
-    *,
-    ceiling: int,
-    explicit: Any = None,
-    vision_attention_block_size: int = VISION_BLOCK_SIZE,
-    max_vision_seq_len: int | None = None,
-) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Resolves `num_vision_tokens_buckets` (BK-6).
-
-    Args:
-        ceiling: the most vision tokens that one step can hold, derived from the model.
-        explicit: the option as the user gave it, or None.
-        vision_attention_block_size: block of the vision attention in tokens; the first default.
-        max_vision_seq_len: the user's cap of the default list, or None.
-
-    Returns:
-        The buckets, ascending, and warnings for the log.
-
-    Raises:
-        ConfigurationError: the list is malformed or its largest bucket is below the block size.
-    """
-    name = "num_vision_tokens_buckets"
-    if explicit is None:
-        cap = ceiling if max_vision_seq_len is None else min(ceiling, max_vision_seq_len)
-        return _doubling(vision_attention_block_size, max(cap, vision_attention_block_size)), ()
-    _check_list(name, explicit)
-    if explicit[-1] < vision_attention_block_size:
-        raise ConfigurationError(
-            f"Largest bucket in {name} ({explicit[-1]}) must be at least "
-            f"vision_attention_block_size ({vision_attention_block_size})",
-            name=name,
-            value=explicit,
-        )
-    ignored = f"max_vision_seq_len={max_vision_seq_len} is ignored: {name} is set to {explicit}"
-    return tuple(explicit), () if max_vision_seq_len is None else (ignored,)
 
 
 def _doubling(first: int, last: int) -> tuple[int, ...]:
