@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     import torch
 
     from vllm_neuron.cache.compilation import CompilationCache
+    from vllm_neuron.cache.entries import EntryKind
     from vllm_neuron.cache.precompile import PrecompileCache
     from vllm_neuron.cache.tiers import Tiers
     from vllm_neuron.compiler.base import Compiler
@@ -457,19 +458,23 @@ class Pipeline:
             done.compilations,
             done.compile_s,
         )
-        for name, cache in (("traces", self._precompile), ("NEFFs", self._compilation)):
+        caches: tuple[tuple[EntryKind, PrecompileCache | CompilationCache | None], ...] = (
+            ("trace", self._precompile),
+            ("neff", self._compilation),
+        )
+        for kind, cache in caches:
             tiers = cache.tiers if cache is not None else None
             if tiers is None:
                 continue
             tiers.warn_of_lost()
             if tiers.remote is not None:
-                hits, misses = (tiers.requests["remote", result] for result in ("hit", "miss"))
+                hits, misses = (tiers.remote_requests[kind, result] for result in ("hit", "miss"))
                 self._logger.info(
                     "Remote cache %s: remote hit %d/%d (%s)",
                     tiers.remote.root,
                     hits,
                     hits + misses,
-                    name,
+                    "NEFFs" if kind == "neff" else "traces",
                 )
 
 

@@ -105,8 +105,11 @@ def test_a_damaged_remote_entry_is_made_anew_t13(remote, tmp_path, caplog, damag
     if damage == "flipped":
         victim.write_bytes(content)
     victim.chmod(0o400)
+    caplog.set_level(logging.INFO)
     assert counts(start(tmp_path / "pod", remote=remote)) == {**NOTHING, "compilations": 1}
     assert victim.name in caplog.text
+    # The module that was fetched to compile it is no NEFF.
+    assert f"Remote cache {remote}: remote hit 1/2 (NEFFs)" in caplog.text
 
 
 def test_a_missing_remote_is_an_empty_one(tmp_path, caplog):

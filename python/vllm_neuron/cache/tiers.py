@@ -60,6 +60,8 @@ class Tiers:
         self.remote = store(remote, REMOTE) if remote is not None else None
         #: How many look-ups each tier answered, by tier and "hit" or "miss".
         self.requests: Counter[tuple[str, str]] = Counter()
+        #: How many entries of a kind were asked of the remote tier, by kind and "hit" or "miss".
+        self.remote_requests: Counter[tuple[EntryKind, str]] = Counter()
         self._made: set[str] = set()
         self._name = name
         self._logger = logger
@@ -87,6 +89,7 @@ class Tiers:
         if self.remote is None:
             return None
         entry = self._look_up(REMOTE, self.remote, kind, key)
+        self.remote_requests[kind, "miss" if entry is None else "hit"] += 1
         if entry is None:
             reason = (
                 "no such entry" if self.remote.root.is_dir() else "remote directory does not exist"
