@@ -288,7 +288,9 @@ def _plan(gm: torch.fx.GraphModule, name: str, route: Route) -> _Plan:
             torch.Tag.nondeterministic_seeded in target.tags
         ):
             noise.append(_draw(node, name, route))
-            with graph.inserting_after(inputs[-1] if inputs else None):
+            # Of a graph without inputs the first node; inserting_after(None) would mean the end.
+            first = next(iter(graph.nodes))
+            with graph.inserting_after(inputs[-1]) if inputs else graph.inserting_before(first):
                 drawn = graph.placeholder(f"noise_{len(noise)}")
             drawn.meta["val"] = node.meta["val"]
             inputs.append(drawn)

@@ -221,3 +221,14 @@ def test_dropout_draws_what_eager_draws_and_its_gradient_follows():
         (gradient,) = torch.autograd.grad(result[0].sum(), x)
         results.append((result, gradient))
     torch.testing.assert_close(results[1], results[0], rtol=1e-6, atol=0)
+
+
+def test_random_numbers_need_no_input():
+    def draw():
+        return torch.rand(3), torch.randperm(5), F.dropout(torch.ones(8), 0.5, True)
+
+    torch.manual_seed(5)
+    expected = draw()
+    step = compiled(draw)
+    torch.manual_seed(5)
+    torch.testing.assert_close(step(), expected, rtol=0, atol=0)
