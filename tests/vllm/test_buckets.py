@@ -11,6 +11,7 @@ from vllm_neuron.vllm.buckets import (
     decode_label,
     prefill_label,
     resolve_buckets,
+    verify_label,
 )
 
 
@@ -22,6 +23,7 @@ def resolve(
     block_size=32,
     dcp_size=1,
     pooling=False,
+    draft_tokens=0,
     **options,
 ):
     config = SimpleNamespace(
@@ -39,6 +41,7 @@ def resolve(
         neuron_config=config,
         dcp_size=dcp_size,
         pooling=pooling,
+        draft_tokens=draft_tokens,
     )
 
 
@@ -253,6 +256,19 @@ def test_description_names_lists_and_number_of_graphs():
         "Buckets: prefill tokens [512] (segmented, KV segment size 512), decode sequences "
         "[1, 2, 4, 8], context lengths [128, 2048]: 1 prefill and 8 decode graphs"
     )
+
+
+def test_draft_tokens_double_the_decode_graphs():
+    assert resolve().num_verify_graphs == 0
+    buckets = resolve(draft_tokens=3, decode_context_length_buckets=[128], num_seqs_buckets=[4, 8])
+    assert buckets.num_verify_graphs == buckets.num_decode_graphs == 4
+    assert buckets.describe() == (
+        "Buckets: prefill tokens [128, 256, 512, 1024] (default), decode sequences [4, 8], context "
+        "lengths [128, 1024], 3 draft tokens: 4 prefill, 4 decode and 4 verify graphs"
+    )
+    # The last position of a step decides: the fourth of these has 128 tokens before it.
+    assert [buckets.context_for(start + 3) for start in (124, 125)] == [128, None]
+    assert (verify_label(8), verify_label(8, 128)) == ("verify_b8", "verify_b8_ctx128")
 
 
 @given(

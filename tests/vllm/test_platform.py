@@ -61,7 +61,15 @@ def refusal(start, name):
         (("--enable-lora", "--fully-sharded-loras"), "--fully-sharded-loras"),
         (("--enable-lora", "--runner", "pooling"), "--enable-lora for a pooling model"),
         (
-            ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'),
+            ("--speculative-config", '{"method": "ngram_gpu", "num_speculative_tokens": 2}'),
+            "--speculative-config",
+        ),
+        (
+            (
+                "--speculative-config",
+                '{"method": "ngram", "num_speculative_tokens": 2, '
+                '"rejection_sample_method": "block"}',
+            ),
             "--speculative-config",
         ),
         (
@@ -103,6 +111,22 @@ def test_what_cannot_be_served_is_refused_by_name(starts, arguments, option):
     text = refusal(starts.cli(*arguments, environ=NATIVE), option)
     assert text.startswith(option)
     assert "is not supported on Neuron in this version." in text
+
+
+def test_drafts_of_a_model_are_refused_and_those_of_lookup_are_not(starts, checkpoint):
+    draft = {"method": "draft_model", "model": str(checkpoint("llama"))}
+    for config, error in (
+        (draft, "--speculative-config (method draft_model) is not supported on Neuron in this "),
+        ({"method": "ngram", "prompt_lookup_max": 3}, None),
+    ):
+        text = json.dumps({"num_speculative_tokens": 2, **config})
+        start = starts.cli("--speculative-config", text, environ=NATIVE)
+        if error is None:
+            assert (start.error, start.config["async"]) == (None, False)
+        else:
+            found = refusal(start, "--speculative-config")
+            assert found.startswith(error)
+            assert "Use method ngram" in found
 
 
 def test_eager_mode_is_for_cpu_mode_only(starts):

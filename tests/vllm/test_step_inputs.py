@@ -58,6 +58,28 @@ def test_decode_sets_rows_and_pads_the_rest():
     assert values(inputs)[:4] == [[0, 0, 0], [0, 0, 0], [0, 0, 0], [[0, 0]] * 3]
 
 
+def test_verify_sets_some_tokens_of_each_row_and_pads_the_rest():
+    inputs = StepInputs(3, 3, 2, block_size=BLOCK, all_logits=True)
+    blocks = np.array([[3, 5, 0], [8, 6, 0]], np.int32)
+    tokens = np.array([[21, 22, 23], [31, 99, 99]], np.int32)
+    starts, counts = np.array([2, 7], np.int32), np.array([3, 1])
+    inputs.fill_verify(tokens, starts, counts, blocks)
+    assert values(inputs) == [
+        [21, 22, 23, 31, 0, 0, 0, 0, 0],
+        [2, 3, 4, 7, 0, 0, 0, 0, 0],
+        [14, 15, 20, 27, 0, 0, 0, 0, 0],
+        [[3, 5], [8, 6], [0, 0]],
+        [0, 1, 2, 3, 4, 5, 6, 7, 8],
+    ]
+    inputs.fill_verify(tokens[1:], starts[1:], counts[1:], blocks[1:])
+    assert values(inputs)[:4] == [
+        [31, 0, 0, 0, 0, 0, 0, 0, 0],
+        [7, 0, 0, 0, 0, 0, 0, 0, 0],
+        [27, 0, 0, 0, 0, 0, 0, 0, 0],
+        [[8, 6], [0, 0], [0, 0]],
+    ]
+
+
 def test_an_encoder_takes_a_whole_sequence():
     inputs = EncoderInputs(4)
     assert values(inputs) == [[0] * 4, [0] * 4, [1]]

@@ -20,6 +20,7 @@ __all__ = [
     "encode_label",
     "prefill_label",
     "resolve_buckets",
+    "verify_label",
 ]
 
 SMALLEST_PREFILL_BUCKET = 128  # BK-1
@@ -64,6 +65,8 @@ class Buckets:
         prefill_origin: where the prefill list comes from, for the log: "explicit", "segmented"
             or "default".
         warnings: texts for the log.
+        draft_tokens: the most draft tokens that a step verifies per sequence; 0 without
+            speculative decoding.
     """
 
     prefill: tuple[int, ...]
@@ -73,6 +76,7 @@ class Buckets:
     max_model_len: int
     prefill_origin: str
     warnings: tuple[str, ...] = ()
+    draft_tokens: int = 0
 
     @property
     def num_prefill_graphs(self) -> int:
@@ -83,6 +87,11 @@ class Buckets:
     def num_decode_graphs(self) -> int:
         """Sequence buckets times context buckets, the implicit one included (BK-13)."""
         return len(self.decode) * (len(self.contexts) + 1)
+
+    @property
+    def num_verify_graphs(self) -> int:
+        """One for each decode graph, if there are draft tokens to verify."""
+        return self.num_decode_graphs if self.draft_tokens else 0
 
     def prefill_for(self, num_tokens: int) -> int:
         """Returns the smallest prefill bucket for `num_tokens` tokens (BK-11)."""
@@ -97,7 +106,8 @@ class Buckets:
 
         Args:
             num_computed_tokens: the most tokens that any sequence of the batch has in its KV
-                cache before the step.
+                cache before the last token of the step, which is the last of its draft tokens
+                if there are any.
         """
         needed = num_computed_tokens + 1
         if needed > self.max_model_len:
@@ -112,9 +122,16 @@ class Buckets:
         prefill = f"Buckets: prefill tokens {list(self.prefill)} ({self.prefill_origin}{segment})"
         if not self.decode:
             return f"{prefill}: {self.num_prefill_graphs} graphs, none to decode (pooling model)"
+        decode = f"decode sequences {list(self.decode)}{context if self.contexts else ''}"
+        if self.draft_tokens:
+            return (
+                f"{prefill}, {decode}, {self.draft_tokens} draft tokens: {self.num_prefill_graphs} "
+                f"prefill, {self.num_decode_graphs} decode and {self.num_verify_graphs} verify "
+                f"graphs"
+            )
         return (
-            f"{prefill}, decode sequences {list(self.decode)}{context if self.contexts else ''}: "
-            f"{self.num_prefill_graphs} prefill and {self.num_decode_graphs} decode graphs"
+            f"{prefill}, {decode}: {self.num_prefill_graphs} prefill and "
+            f"{self.num_decode_graphs} decode graphs"
         )
 
 
@@ -138,6 +155,16 @@ def decode_label(num_seqs: int, context: int | None = None) -> str:
     return f"decode_b{num_seqs}" + (f"_ctx{context}" if context is not None else "")
 
 
+def verify_label(num_seqs: int, context: int | None = None) -> str:
+    """Returns the name of a graph that verifies draft tokens, such as `verify_b8_ctx2048`.
+
+    Args:
+        num_seqs: sequences in the bucket.
+        context: context length in tokens, or None for the implicit `max_model_len`.
+    """
+    return f"verify_b{num_seqs}" + (f"_ctx{context}" if context is not None else "")
+
+
 def resolve_buckets(
     *,
     max_model_len: int,
@@ -147,6 +174,7 @@ def resolve_buckets(
     neuron_config: BucketOptions,
     dcp_size: int = 1,
     pooling: bool = False,
+    draft_tokens: int = 0,
 ) -> Buckets:
     """Resolves and checks every bucket list of a server.
 
@@ -158,6 +186,7 @@ def resolve_buckets(
         neuron_config: the options as the user gave them; None means the default.
         dcp_size: decode context parallel size.
         pooling: the model is a pooling model, which decodes nothing.
+        draft_tokens: the most draft tokens of a sequence in a step.
 
     Raises:
         ConfigurationError: (a ValueError) an option breaks a rule of BK-1 to BK-5 or BK-7.
@@ -209,6 +238,7 @@ def resolve_buckets(
         max_model_len=max_model_len,
         prefill_origin=origin,
         warnings=warnings,
+        draft_tokens=draft_tokens,
     )
 
 

@@ -123,7 +123,7 @@ def model_factors(vllm_config: VllmConfig, model: torch.nn.Module) -> dict[str, 
             for name in PARALLEL_FIELDS_INSIDE
         },
         "lora": _lora(vllm_config.lora_config),
-        "speculation": _normal("speculative_config", vllm_config.speculative_config),
+        "speculation": _speculation(vllm_config.speculative_config),
         "custom_ops": sorted(compilation.custom_ops),
         "environment": _environment(),
     }
@@ -145,6 +145,13 @@ def _quantization(config: Any) -> Any:
         "class": f"{type(config).__module__}.{type(config).__qualname__}",
         "settings": _normal("quantization_config", config.full_config),
     }
+
+
+def _speculation(config: Any) -> Any:
+    """Of n-gram lookup, which runs on the host, models may see how many tokens are verified."""
+    if config is not None and config.method == "ngram":
+        return {"method": "ngram", "num_speculative_tokens": config.num_speculative_tokens}
+    return _normal("speculative_config", config)
 
 
 def _hf_config(config: Any) -> dict[str, Any]:

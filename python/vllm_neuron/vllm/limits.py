@@ -52,6 +52,18 @@ def _kv_cache_dtype(vllm_config: VllmConfig) -> str | None:
     return None if cache_dtype in ("auto", model_dtype, *FP8_CACHE) else cache_dtype
 
 
+def _speculation(vllm_config: VllmConfig) -> str | None:
+    config = vllm_config.speculative_config
+    assert config is not None
+    if vllm_config.model_config.runner_type == "pooling":
+        return "pooling model"
+    if config.method != "ngram":
+        return f"method {config.method}"
+    if config.rejection_sample_method != "standard":
+        return f"rejection_sample_method {config.rejection_sample_method}"
+    return None
+
+
 _ONE = "Leave it at 1: this version runs one process on one device."
 _UNSET = "Unset it."
 
@@ -83,8 +95,8 @@ ENGINE_LIMITS = (
     ),
     Limit(
         "--speculative-config",
-        lambda c: c.speculative_config and c.speculative_config.method,
-        _UNSET,
+        lambda c: c.speculative_config and _speculation(c),
+        "Use method ngram, which needs no draft model, with a model that generates text.",
     ),
     Limit(
         "--kv-transfer-config",

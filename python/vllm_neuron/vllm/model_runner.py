@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,18 +17,25 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader import get_model
 from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsTensors, ModelRunnerOutput
+from vllm.v1.outputs import (
+    EMPTY_MODEL_RUNNER_OUTPUT,
+    DraftTokenIds,
+    LogprobsTensors,
+    ModelRunnerOutput,
+)
 from vllm.v1.structured_output.utils import apply_grammar_bitmask
 
 from vllm_neuron.errors import ConfigurationError, ExecutionError
 from vllm_neuron.vllm.attention import NeuronAttention, storage_dtype
-from vllm_neuron.vllm.buckets import Buckets, decode_label, prefill_label
+from vllm_neuron.vllm.buckets import Buckets, decode_label, prefill_label, verify_label
 from vllm_neuron.vllm.cpu_compile import model_without_weights
 from vllm_neuron.vllm.execution import Execution, KVCacheShape
 from vllm_neuron.vllm.lora_slots import with_slots
+from vllm_neuron.vllm.ngram import NgramProposer
 from vllm_neuron.vllm.prompt_logprobs import PromptLogprobs
 from vllm_neuron.vllm.requests import RequestTable
 from vllm_neuron.vllm.sampling import HostSampler
+from vllm_neuron.vllm.speculation import StepDrafts, sample_step
 from vllm_neuron.vllm.step import DecoderStep
 from vllm_neuron.vllm.step_inputs import StepInputs
 
@@ -50,15 +57,17 @@ class PendingStep:
 
     Attributes:
         scheduler_output: what the scheduler asked for.
-        logits: (requests of the batch, vocabulary) float32; nothing else holds this memory, the
-            sampler may overwrite it.
+        drafts: the draft tokens that it verifies.
         partial: batch rows whose prompt is not complete yet: nothing is sampled for them.
+        logits: (rows as `drafts` says, vocabulary) float32; nothing else holds this memory, the
+            sampler may overwrite it.
         prompt_logprobs: completed prompt logprobs by request.
     """
 
     scheduler_output: SchedulerOutput
-    logits: torch.Tensor
+    drafts: StepDrafts
     partial: list[int]
+    logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     prompt_logprobs: dict[str, LogprobsTensors | None] = field(default_factory=dict)
 
 
@@ -84,6 +93,11 @@ class NeuronModelRunner:
         self.step_counters: StepCounters | None = None
         self._inputs: dict[str, Any] = {}
         self._pending: PendingStep | None = None
+        speculation = vllm_config.speculative_config
+        self.proposer = (
+            NgramProposer(speculation, self.model_config.max_model_len) if speculation else None
+        )
+        self._proposed: DraftTokenIds | None = None
 
     # Start-up, in call order.
 
@@ -213,12 +227,16 @@ class NeuronModelRunner:
             self._add(steps, prefill_label(size), step, (1, size, self.max_blocks))
 
     def _add_decode(self, steps: dict[str, torch.nn.Module]) -> None:
-        """Likewise for decode."""
+        """Likewise for decode, and for decode with draft tokens."""
         step = self._step(return_hidden_states=False)
-        for context in (None, *self.buckets.contexts):
-            blocks = self.max_blocks if context is None else cdiv(context, self.block_size)
-            for size in self.buckets.decode:
-                self._add(steps, decode_label(size, context), step, (size, 1, blocks))
+        positions = 1 + self.buckets.draft_tokens
+        for label, query_len in ((decode_label, 1), (verify_label, positions)):
+            if label is verify_label and not self.buckets.draft_tokens:
+                continue
+            for context in (None, *self.buckets.contexts):
+                blocks = self.max_blocks if context is None else cdiv(context, self.block_size)
+                for size in self.buckets.decode:
+                    self._add(steps, label(size, context), step, (size, query_len, blocks))
 
     @torch.no_grad()
     def warm_up(self) -> None:
@@ -262,7 +280,9 @@ class NeuronModelRunner:
         shape: tuple[int, int, int],
     ) -> None:
         steps[label] = step
-        self._inputs[label] = StepInputs(*shape, block_size=self.block_size)
+        self._inputs[label] = StepInputs(
+            *shape, block_size=self.block_size, all_logits=label.startswith("verify")
+        )
 
     # One step.
 
@@ -282,8 +302,9 @@ class NeuronModelRunner:
         batch = table.batch
         if self.adapters is not None:
             self.adapters.activate(batch.lora_id_to_lora_request.values())
-        counts = scheduler_output.num_scheduled_tokens
-        pending = PendingStep(scheduler_output, torch.empty(0), self._partial_rows(counts))
+        drafts = StepDrafts.of(scheduler_output, batch.req_ids)
+        counts = drafts.num_tokens
+        pending = PendingStep(scheduler_output, drafts, self._partial_rows(counts))
 
         running, admitted, prefills = [], [], []
         for req_id, count in counts.items():
@@ -301,18 +322,20 @@ class NeuronModelRunner:
             running, admitted = running + admitted, []
         calls = []
         if running:
-            calls.append((running, self._decode(running)))
+            calls.append((running, self._decode(running, drafts.token_ids)))
         for row, count in prefills:
             calls.append(([row], self._prefill(row, count, pending)))
         if admitted:
-            calls.append((admitted, self._decode(admitted)))
-        pending.logits = _in_batch_order(calls, batch.num_reqs)
+            calls.append((admitted, self._decode(admitted, drafts.token_ids)))
+        pending.logits = drafts.merge(calls)
         self._pending = pending
         return None
 
     @torch.no_grad()
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
-        """Samples one token for every request of the step whose prompt is complete.
+        """Samples for every request of the step whose prompt is complete.
+
+        That is one token and, where draft tokens are accepted, one more for each of them.
 
         Args:
             grammar_output: token masks of structured outputs, or None.
@@ -327,7 +350,7 @@ class NeuronModelRunner:
             prompt_logprobs_dict=pending.prompt_logprobs,
         )
         if vllm_envs.VLLM_COMPUTE_NANS_IN_LOGITS:
-            nans = pending.logits.isnan().sum(dim=-1).tolist()
+            nans = pending.drafts.count_nans(pending.logits)
             output.num_nans_in_logits = dict(zip(batch.req_ids, nans, strict=True))
         if len(pending.partial) == batch.num_reqs:
             output.sampled_token_ids = [[] for _ in batch.req_ids]
@@ -335,22 +358,23 @@ class NeuronModelRunner:
 
         if grammar_output is not None:
             apply_grammar_bitmask(pending.scheduler_output, grammar_output, batch, pending.logits)
-        # The sampler draws for every row; a row without a token must not advance its seed.
-        seeded = [batch.generators[row] for row in pending.partial if row in batch.generators]
-        states = [generator.get_state() for generator in seeded]
-        sampled = self.sampler(pending.logits, batch.sampling_metadata)
-        for generator, state in zip(seeded, states, strict=True):
-            generator.set_state(state)
-
-        output.sampled_token_ids = sampled.sampled_token_ids.tolist()
-        if sampled.logprobs_tensors is not None:
-            output.logprobs = sampled.logprobs_tensors.tolists()
-        for row in pending.partial:
-            output.sampled_token_ids[row] = []
-        for row, token_ids in enumerate(output.sampled_token_ids):
-            if token_ids:
-                self.table.append_tokens(row, token_ids)
+        output.sampled_token_ids, output.logprobs = sample_step(
+            self.sampler, self.table, pending.logits, pending.drafts, partial=pending.partial
+        )
+        if self.proposer is not None:
+            drafts = self.proposer.propose(
+                output.sampled_token_ids,
+                batch.token_ids_cpu,
+                batch.num_tokens_no_spec,
+                limit=pending.scheduler_output.num_spec_tokens_to_schedule,
+            )
+            self._proposed = DraftTokenIds(output.req_ids, drafts)
         return output
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """Returns the draft tokens that the last step proposes, once."""
+        proposed, self._proposed = self._proposed, None
+        return proposed
 
     @torch.no_grad()
     def execute_padding(self) -> None:
@@ -368,27 +392,48 @@ class NeuronModelRunner:
         computed = batch.num_computed_tokens_cpu[:rows] + scheduled
         return np.flatnonzero(computed < batch.num_tokens_no_spec[:rows]).tolist()
 
-    def _decode(self, rows: list[int]) -> torch.Tensor:
-        """Runs one token of each of the batch's `rows`; returns logits (len(rows), vocabulary)."""
+    def _decode(self, rows: list[int], drafts: list[list[int]]) -> torch.Tensor:
+        """Runs one token of each of the batch's `rows`, and the draft tokens after it.
+
+        Args:
+            rows: of the batch.
+            drafts: draft tokens by batch row.
+
+        Returns:
+            Logits (len(rows), vocabulary) or, if any of the rows has drafts, (len(rows), most
+            positions of a row, vocabulary).
+        """
         batch = self.table.batch
-        positions = batch.num_computed_tokens_cpu[rows]
+        starts = batch.num_computed_tokens_cpu[rows]
+        tokens = batch.token_ids_cpu[rows, starts]
+        blocks = batch.block_table[0].get_numpy_array()[rows]
+        counts = np.array([1 + len(drafts[row]) for row in rows])
         size = self.buckets.decode_for(len(rows))
-        label = decode_label(size, self.buckets.context_for(int(positions.max())))
+        name = decode_label if counts.max() == 1 else verify_label
+        label = name(size, self.buckets.context_for(int((starts + counts).max()) - 1))
         inputs = self._bucket(label)
-        inputs.fill_decode(
-            batch.token_ids_cpu[rows, positions],
-            positions,
-            batch.block_table[0].get_numpy_array()[rows],
-        )
         self._fill_lora_slots(inputs, rows)
-        logits = self._call(label, inputs)[0][: len(rows)]
+        if name is decode_label:
+            inputs.fill_decode(tokens, starts, blocks)
+            logits = self._call(label, inputs)[0]
+        else:
+            token_ids = np.zeros((len(rows), inputs.query_len), np.int32)
+            token_ids[:, 0] = tokens
+            for at, row in enumerate(rows):
+                token_ids[at, 1 : counts[at]] = drafts[row]
+            inputs.fill_verify(token_ids, starts, counts, blocks)
+            logits = self._call(label, inputs)[0].unflatten(0, (size, -1))
         if self.step_counters is not None:
-            self.step_counters.count(decode_label(size), size - len(rows))
-        return logits
+            self.step_counters.count(name(size), size - len(rows))
+        return logits[: len(rows)]
 
     def execution_labels(self) -> list[str]:
         """Returns the buckets' names in metrics: those of the graphs without a context (BK-17)."""
-        return [*map(prefill_label, self.buckets.prefill), *map(decode_label, self.buckets.decode)]
+        labels = [*map(prefill_label, self.buckets.prefill)]
+        labels += map(decode_label, self.buckets.decode)
+        if self.buckets.draft_tokens:
+            labels += map(verify_label, self.buckets.decode)
+        return labels
 
     def _prefill(self, row: int, count: int, pending: PendingStep) -> torch.Tensor:
         """Runs the next `count` tokens of one request; returns logits (1, vocabulary)."""
@@ -452,19 +497,3 @@ class NeuronModelRunner:
         """Returns what a step is called with."""
         adapters = () if self.adapters is None else (inputs.lora_slots,)
         return (*inputs.tensors, self.kv_caches, *adapters)
-
-
-def _in_batch_order(calls: Sequence[tuple[list[int], torch.Tensor]], num_rows: int) -> torch.Tensor:
-    """Merges the logits of several calls into one tensor, a row per request of the batch.
-
-    Args:
-        calls: batch rows and their logits (len(rows), vocabulary), all rows covered once.
-        num_rows: requests in the batch.
-    """
-    rows, logits = calls[0]
-    if len(calls) == 1 and rows == list(range(num_rows)):
-        return logits
-    merged = logits.new_empty(num_rows, logits.shape[-1])
-    for rows, logits in calls:
-        merged[rows] = logits
-    return merged

@@ -320,6 +320,7 @@ class NeuronPlatform(Platform):
             neuron_config=neuron_config,
             dcp_size=vllm_config.parallel_config.decode_context_parallel_size,
             pooling=vllm_config.model_config.runner_type == "pooling",
+            draft_tokens=vllm_config.num_speculative_tokens,
         )
 
     @classmethod

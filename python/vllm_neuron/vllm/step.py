@@ -104,12 +104,13 @@ class DecoderStep(ModelStep):
             positions: (B * Q,) int64.
             slot_mapping: (B * Q,) int64, cache row per token; 0 for padding.
             block_tables: (B, N) int64.
-            logits_rows: (B,) int64, the row of `input_ids` whose logits are wanted.
+            logits_rows: (R,) int64, the rows of `input_ids` whose logits are wanted: one of each
+                sequence, or all where draft tokens are verified.
             kv_caches: per layer, key and value cache; updated in place.
             lora_slots: (B,) int64, see `lora_slots.with_slots`; None without adapters.
 
         Returns:
-            Of these what is asked for: logits (B, vocabulary) float32, hidden states
+            Of these what is asked for: logits (R, vocabulary) float32, hidden states
             (B * Q, hidden).
         """
         metadata = NeuronAttentionMetadata.build(

@@ -26,6 +26,7 @@ class StepInputs:
         query_len: Q.
         num_blocks: block table entries per sequence N.
         block_size: tokens per block.
+        all_logits: whether the logits of all tokens are wanted, not of one per sequence.
 
     Attributes:
         tensors: the arguments in order.
@@ -33,9 +34,18 @@ class StepInputs:
             with adapters.
     """
 
-    def __init__(self, batch: int, query_len: int, num_blocks: int, *, block_size: int) -> None:
+    def __init__(
+        self,
+        batch: int,
+        query_len: int,
+        num_blocks: int,
+        *,
+        block_size: int,
+        all_logits: bool = False,
+    ) -> None:
         tokens = batch * query_len
         self.batch = batch
+        self.query_len = query_len
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.input_ids: Array = np.zeros(tokens, np.int64)
@@ -43,7 +53,7 @@ class StepInputs:
         self.slots: Array = np.zeros(tokens, np.int64)
         self.block_tables: Array = np.zeros((batch, num_blocks), np.int64)
         # Decode: the row of each sequence. Prefill (B = 1): set by fill_prefill.
-        self.logits_rows: Array = np.arange(batch, dtype=np.int64)
+        self.logits_rows: Array = np.arange(tokens if all_logits else batch, dtype=np.int64)
         self.lora_slots = torch.full((batch,), NO_ADAPTER, dtype=torch.int64)
         self.tensors = tuple(
             torch.from_numpy(array)
@@ -97,6 +107,34 @@ class StepInputs:
         self.block_tables[:count] = blocks[:, : self.num_blocks]
         for array in (self.input_ids, self.positions, self.slots, self.block_tables):
             array[count:] = 0
+
+    def fill_verify(
+        self,
+        token_ids: npt.NDArray[np.int32],
+        starts: npt.NDArray[np.int32],
+        counts: npt.NDArray[np.int64],
+        blocks: npt.NDArray[np.int32],
+    ) -> None:
+        """Sets n <= B sequences of 1 to Q tokens each; the rest of a sequence's Q is padding.
+
+        Args:
+            token_ids: (n, Q); what is beyond a sequence's count is not looked at.
+            starts: position of each sequence's first token, (n,).
+            counts: tokens of each sequence, (n,).
+            blocks: block tables, (n, >= N); 0 beyond each sequence's end.
+        """
+        offsets = np.arange(self.query_len)
+        real = offsets < counts[:, None]
+        positions = np.where(real, starts[:, None] + offsets, 0)
+        own = np.take_along_axis(blocks, positions // self.block_size, axis=1)
+        rows = token_ids.size
+        self.input_ids[:rows] = np.where(real, token_ids, 0).ravel()
+        self.positions[:rows] = positions.ravel()
+        self.slots[:rows] = np.where(real, self._slots(own, positions), 0).ravel()
+        self.block_tables[: len(blocks)] = blocks[:, : self.num_blocks]
+        for array in (self.input_ids, self.positions, self.slots):
+            array[rows:] = 0
+        self.block_tables[len(blocks) :] = 0
 
     def fill_lora_slots(self, slots: Array) -> None:
         """Sets the adapters of n <= B sequences.

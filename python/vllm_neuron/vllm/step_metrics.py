@@ -30,8 +30,9 @@ _COLUMNS = _COUNTS + max(map(len, BOUNDS.values())) + 1
 
 
 def padding_metric(bucket: str) -> str:
-    """Name the histogram of a bucket: of sequences in a decode bucket, else of tokens."""
-    return "num_seqs_padding" if bucket.startswith("decode") else "num_batched_tokens_padding"
+    """Name the histogram of a bucket: of sequences if it decodes or verifies, else of tokens."""
+    by_sequence = bucket.startswith(("decode", "verify"))
+    return "num_seqs_padding" if by_sequence else "num_batched_tokens_padding"
 
 
 class StepCounters:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
     from vllm_neuron.vllm.lora import LoraAdapters
 
@@ -131,6 +131,7 @@ class NeuronWorker(WorkerBase):
             neuron_config=neuron_config_of(self.vllm_config),
             dcp_size=parallel.decode_context_parallel_size,
             pooling=pooling,
+            draft_tokens=self.vllm_config.num_speculative_tokens,
         )
         with _errors_logged():
             execution = make_execution(self.vllm_config, start, local_rank=self.local_rank)
@@ -274,9 +275,9 @@ class NeuronWorker(WorkerBase):
             raise RuntimeError("This server has no LoRA adapters: start it with --enable-lora.")
         return adapters
 
-    def take_draft_token_ids(self) -> None:
-        """Returns None: there is no speculative decoding."""
-        return
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """Returns what the step just made proposes for the next one, once."""
+        return self.model_runner.take_draft_token_ids()
 
     def get_model(self) -> torch.nn.Module:
         """Returns vLLM's model."""
