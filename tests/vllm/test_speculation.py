@@ -8,8 +8,9 @@ import re
 import pytest
 
 from tests import models
+from tests.adapters import build_adapter, merge
 from tests.serving import Server
-from tests.vllm.engine import HOST, Engine, EngineError, model_runner
+from tests.vllm.engine import CPU_MODE, HOST, Engine, EngineError, model_runner
 from tests.vllm.test_generation import (
     assert_prompt_logprobs,
     called,
@@ -19,6 +20,7 @@ from tests.vllm.test_generation import (
     random_tokens,
     reset_prefix_cache,
 )
+from tests.vllm.test_lora import generate
 
 pytestmark = pytest.mark.serve
 
@@ -326,6 +328,32 @@ def test_structured_output(engine):
             assert re.fullmatch(constraint["regex"], text)
         else:
             assert isinstance(json.loads(text)["ok"], bool)
+
+
+def test_requests_with_adapters(checkpoint, tmp_path):
+    model = checkpoint("llama")
+    modules = ("q_proj", "v_proj", "down_proj", "lm_head")
+    adapter = build_adapter(tmp_path / "adapter", model, modules, rank=4, alpha=16, seed=1)
+    merged = merge(tmp_path / "merged", model, adapter)
+    prompts = [NEW, random_tokens(30, seed=2)]
+    expected = [
+        tokens
+        for folder in (model, merged)
+        for tokens in models.greedy(folder, prompts, tokens=TOKENS)
+    ]
+    requests = [
+        (prompt, *named) for named in (("", 0, ""), ("own", 1, str(adapter))) for prompt in prompts
+    ]
+    assert expected[:2] != expected[2:]
+    options = {**OPTIONS, "enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    with Engine(model, CPU_MODE, cache_root=tmp_path / "cache", **options) as engine:
+        engine.call(count_calls)
+        # Each answer of the base model is foreseen for the adapter's request too, and wrong there.
+        engine.call(propose, "foreseen", list(zip(prompts, expected[:2], strict=True)))
+        with Steps(engine) as steps:
+            found = engine.call(generate, requests, TOKENS)
+        assert [tokens for tokens, _ in found] == expected
+        assert steps.drafts > steps.accepted > TOKENS
 
 
 def metric(server, name):
