@@ -68,6 +68,18 @@ def test_values_and_parameters_that_change(started):
     check(step, graphs)
 
 
+def test_a_weight_that_was_replaced_comes_back(started):
+    step, pipeline, graphs = started
+    kept, expected = step.embedding, step(ROWS).detach()
+    step.embedding = step.head = nn.Parameter(torch.full((3, 3), 4.0))
+    pipeline.refresh_weights()
+    check(step, graphs)
+    step.embedding = step.head = kept
+    pipeline.refresh_weights()
+    check(step, graphs)
+    torch.testing.assert_close(step(ROWS).detach(), expected)
+
+
 def test_a_model_that_no_longer_fits_is_refused_and_changes_nothing(started):
     step, pipeline, graphs = started
     before = step(ROWS).detach()

@@ -106,11 +106,17 @@ def test_a_conjugate_view_is_uploaded_with_its_values(runtime):
     assert torch.equal(runtime.upload(source).read(), source.resolve_conj())
 
 
-def test_writing_to_shared_memory_changes_the_torch_tensor(runtime):
+def test_a_write_leaves_the_torch_tensor_whose_memory_was_shared(runtime):
     weight = torch.zeros(16)
     uploaded = runtime.upload(weight)
     uploaded.write(torch.ones(16))
-    assert torch.equal(weight, torch.ones(16))
+    assert torch.equal(weight, torch.zeros(16))
+    assert torch.equal(uploaded.read(), torch.ones(16))
+    assert not uploaded.shares_torch_memory
+    uploaded.write(weight)
+    assert torch.equal(uploaded.read(), torch.zeros(16))
+    weight += 3
+    assert torch.equal(uploaded.read(), torch.zeros(16))
 
 
 def test_a_write_that_does_not_fit_is_refused(runtime):

@@ -269,6 +269,12 @@ def test_a_server_loads_adapters_while_it_runs(case: Case, serve: Callable[..., 
     assert server.post("/v1/completions", {"model": "mlp", "prompt": prompt}).status_code == 404
     check("full", "", "attention")
 
+    # Its files are read when it is loaded, and by no step.
+    copied = shutil.copytree(case.adapters["full"], server.log_path.parent / "copied")
+    assert load("full", copied, load_inplace=True).status_code == 200
+    shutil.rmtree(copied)
+    check("full", "attention")
+
 
 def adapt_every_layer(llm):
     """What a start without --lora-target-modules does."""

@@ -74,6 +74,20 @@ def refusal(start, name):
         ),
         (
             (
+                *("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'),
+                *("--long-prefill-token-threshold", "2"),
+            ),
+            "--long-prefill-token-threshold with --speculative-config",
+        ),
+        (
+            (
+                *("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'),
+                *("--enable-lora", "--model-impl", "transformers"),
+            ),
+            "--enable-lora with --speculative-config and vLLM's Transformers backend",
+        ),
+        (
+            (
                 "--kv-transfer-config",
                 '{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}',
             ),

@@ -129,6 +129,18 @@ def test_rounded_activations_are_those_of_the_format(kind, tmp_path):
     assert (found - unrounded).abs().mean() > 5 * MEAN
 
 
+def test_a_spawned_engine_has_the_kernels(serve, tmp_path):
+    """It gets its configuration from the API server, which read the checkpoint's."""
+    made = quantized.build_compressed(tmp_path)
+    server = serve(made.folder, arguments=ARGUMENTS, environment=CPU_MODE)
+    answer = server.complete(PROMPT, max_tokens=1, prompt_logprobs=0)
+    scores = made.logits(PROMPT).log_softmax(-1)
+    for token, row, found in zip(
+        PROMPT[1:], scores[:-1], answer["choices"][0]["prompt_logprobs"][1:], strict=True
+    ):
+        assert abs(found[str(token)]["logprob"] - row[token].item()) < LARGEST
+
+
 def test_experts(tmp_path):
     rules = {0: {}, 1: {"sym": False}, 2: {"bits": 8, "sym": False, "group_size": -1}}
     made = quantized.build_gptq(tmp_path, rules, "mixtral", experts=True)

@@ -120,7 +120,10 @@ class HostTensor:
         return self.memory().clone() if self._updated else export_tensor(buffer)
 
     def write(self, source: torch.Tensor) -> None:
-        """Overwrite the contents; `shares_torch_memory` tells that the torch tensor changes too.
+        """Overwrite the contents.
+
+        A torch tensor that shared its memory keeps its values and shares it no more: its owner may
+        want them again, and `source` may be another such tensor's next contents.
 
         Raises:
             ExecutionError: shape or dtype differ, or the memory was lost in a failed execution.
@@ -129,6 +132,10 @@ class HostTensor:
         check_argument(source, self.shape, DTYPES[self.dtype], what="the source of a write")
         if source.is_contiguous() and source.data_ptr() == self.data_ptr():
             return  # The memory is shared: whoever wrote to the source has written here.
+        if self._torch_memory is not None:
+            self.buffer = import_tensor(_plain(source), copy=True)
+            self._torch_memory = None
+            return
         self.memory().copy_(source)
 
     def memory(self) -> torch.Tensor:

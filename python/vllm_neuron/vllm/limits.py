@@ -64,6 +64,12 @@ def _speculation(vllm_config: VllmConfig) -> str | None:
     return None
 
 
+def _cut_below_drafts(vllm_config: VllmConfig) -> int | None:
+    # vLLM's scheduler pads a request to its drafts, cuts it to the threshold, and asserts.
+    threshold: int = vllm_config.scheduler_config.long_prefill_token_threshold
+    return threshold if 0 < threshold <= vllm_config.num_speculative_tokens else None
+
+
 _ONE = "Leave it at 1: this version runs one process on one device."
 _UNSET = "Unset it."
 
@@ -97,6 +103,20 @@ ENGINE_LIMITS = (
         "--speculative-config",
         lambda c: c.speculative_config and _speculation(c),
         "Use method ngram, which needs no draft model, with a model that generates text.",
+    ),
+    Limit(
+        "--long-prefill-token-threshold with --speculative-config",
+        _cut_below_drafts,
+        "Unset it, or set it above num_speculative_tokens.",
+    ),
+    Limit(
+        "--enable-lora with --speculative-config and vLLM's Transformers backend",
+        lambda c: (
+            c.lora_config is not None
+            and c.speculative_config is not None
+            and c.model_config.using_transformers_backend()
+        ),
+        "Leave one of the three out.",
     ),
     Limit(
         "--kv-transfer-config",

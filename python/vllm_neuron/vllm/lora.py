@@ -11,6 +11,7 @@ import logging
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -65,9 +66,14 @@ class LoraAdapters:
         return sum(tensor.nbytes for tensor in self._tensors)
 
     def activate(self, requests: Collection[LoRARequest]) -> None:
-        """Has the adapters of a step in slots; vLLM schedules `--max-loras` of them at most."""
+        """Has the adapters of a step in slots; vLLM schedules `--max-loras` of them at most.
+
+        Only `add` reads again what `load_inplace` asks to be: in a step, files that somebody is
+        writing would end the engine, and every step would read them.
+        """
         if requests:
-            self._cache.set_active_adapters(set(requests), None)
+            kept = {msgspec.structs.replace(request, load_inplace=False) for request in requests}
+            self._cache.set_active_adapters(kept, None)
             self._follow()
 
     def slots_of(self, adapter_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -136,18 +142,18 @@ class _AdapterCache(LRUCacheWorkerLoRAManager):
         """Reads an adapter.
 
         Raises:
-            ValueError: it has a value that is not finite. A step multiplies the columns of B of
-                all slots with zeros, except for a request's own, and zero times infinity is NaN.
+            ValueError: it has a value that is not finite, with its scale, which vLLM multiplies
+                into B in the dtype of the slots. A step multiplies the columns of B of all slots
+                with zeros, except for a request's own, and zero times infinity is NaN.
         """
         adapter = super()._load_adapter(lora_request)
         where = f"LoRA adapter {lora_request.lora_name} ({lora_request.lora_path})"
         for name, weights in adapter.loras.items():
-            for part in (weights.lora_a, weights.lora_b):
-                if part is None or not bool(torch.isfinite(part).all()):
-                    raise ValueError(
-                        f"{where}: module {name} "
-                        + ("lacks A or B." if part is None else "has a value that is not finite.")
-                    )
+            if weights.lora_a is None or weights.lora_b is None:
+                raise ValueError(f"{where}: module {name} lacks A or B.")
+            for part in (weights.lora_a, weights.lora_b * weights.scaling):
+                if not bool(torch.isfinite(part).all()):
+                    raise ValueError(f"{where}: module {name} has a value that is not finite.")
         served = self._adapter_manager.modules
         parts = self._adapter_manager.packed_modules
         known = {*served, *(part for names in parts.values() for part in names)}

@@ -19,6 +19,7 @@ from vllm_neuron import route
 from vllm_neuron.device import Mode, compile_target
 from vllm_neuron.errors import NeuronError
 from vllm_neuron.target import TARGETS
+from vllm_neuron.vllm import quantization
 from vllm_neuron.vllm.buckets import resolve_buckets
 from vllm_neuron.vllm.config import neuron_config_of
 from vllm_neuron.vllm.execution import make_execution
@@ -145,6 +146,9 @@ class NeuronWorker(WorkerBase):
             ConfigurationError: the model cannot be served.
         """
         started = time.perf_counter()
+        if self.vllm_config.quant_config is not None:
+            # A spawned process has the configuration from a pickle, and nothing registered yet.
+            quantization.register()
         # vLLM sets its current configuration for init_device() and initialize_from_config() only.
         with _errors_logged(), set_current_vllm_config(self.vllm_config):
             self.model_runner.load_model()

@@ -91,6 +91,10 @@ class NeuronFp8LinearMethod(Fp8LinearMethod):
         if not self.block_quant and not self.act_q_static:
             self.activation_quant_key = kFp8DynamicTokenSym
 
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns x times the weights; the same for every batch, unlike vLLM's choice of two."""
+        return self.fp8_linear.apply_weights(layer, x, bias)
+
     def process_weights_after_loading(self, layer: Any) -> None:
         """Gives every output a scale, and merged layers one of the activations."""
         if self.block_quant:
