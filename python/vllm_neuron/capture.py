@@ -42,7 +42,7 @@ from vllm_neuron.lowering.decompositions import decomposition_table, finish_deco
 from vllm_neuron.lowering.scalar_index import gather_scalar_indices
 from vllm_neuron.lowering.trace_state import kept_state, without_inference_mode
 from vllm_neuron.premises import variable_premises
-from vllm_neuron.result_tree import NotRepresentable, classes_of, result_tree
+from vllm_neuron.result_tree import NotRepresentable, classes_of, find_class, result_tree
 from vllm_neuron.shared_memory import join_inputs, overlaps, separate
 from vllm_neuron.trace_record import (
     GraphInput,
@@ -384,9 +384,10 @@ def _sources(trace: DynamoTrace, result: Any) -> dict[str, str]:
 
 def _modules_of_classes(result: Any) -> Iterator[str]:
     for name in classes_of(result):
-        module = name.partition(":")[0]
-        if source_file(module) is not None:
-            yield module
+        # Bases too: what they inherit makes the value, and generated code names no file.
+        for kind in getattr(find_class(name), "__mro__", ()):
+            if source_file(kind.__module__) is not None:
+                yield kind.__module__
 
 
 def _input_index(

@@ -11,12 +11,14 @@ import dataclasses
 import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MemberDescriptorType, ModuleType
 from typing import Any
 
 __all__ = [
     "NotRepresentable",
     "check_tree",
     "classes_of",
+    "find_class",
     "missing_class",
     "rebuild",
     "result_tree",
@@ -24,22 +26,30 @@ __all__ = [
 
 _RETURN_TYPES = "torch.return_types."
 _NESTING = 100
+_OWN_LAYOUT = (dict, list, tuple, set, frozenset, str, bytes, int, float, complex, BaseException)
 
 
 class NotRepresentable(Exception):
     """A value that a tree cannot hold; its arguments are the reason and what to do."""
 
 
-def result_tree(value: Any, leaf: Callable[[Any], list[Any] | None]) -> list[Any]:
+def result_tree(value: Any, leaf: Callable[[Any], list[Any] | None], depth: int = 0) -> list[Any]:
     """Describe a value.
 
     Args:
         value: what a step returns.
         leaf: the tree of a tensor, or None for a value that is none.
+        depth: in how many others the value is.
 
     Raises:
-        NotRepresentable: a value of another kind, or an instance of a local class.
+        NotRepresentable: a value of another kind, an instance of a local class, or one that is
+            nested deeper than `check_tree` takes.
     """
+    if depth > _NESTING:
+        raise NotRepresentable(
+            "the step returns a value that is nested too deeply",
+            f"Nest at most {_NESTING} lists, tuples, dicts and classes.",
+        )
     found = leaf(value)
     if found is not None:
         return found
@@ -49,11 +59,11 @@ def result_tree(value: Any, leaf: Callable[[Any], list[Any] | None]) -> list[Any
     if kind is float:
         return ["float", value.hex()]
     if kind in (list, tuple):
-        return [kind.__name__, [result_tree(item, leaf) for item in value]]
+        return [kind.__name__, [result_tree(item, leaf, depth + 1) for item in value]]
     if kind is dict and _plain_keys(value):
-        return ["dict", _pairs(value.items(), leaf)]
+        return ["dict", _pairs(value.items(), leaf, depth)]
     if isinstance(value, tuple):
-        items = [result_tree(item, leaf) for item in value]
+        items = [result_tree(item, leaf, depth + 1) for item in value]
         if kind.__name__ == "Size" and kind.__module__ == "torch":
             return ["torch.Size", items]
         if _return_type(kind.__name__) is kind:
@@ -61,10 +71,10 @@ def result_tree(value: Any, leaf: Callable[[Any], list[Any] | None]) -> list[Any
         if _is_named_tuple(kind):
             return ["namedtuple", [_class_name(kind), items]]
     if _is_mapping(kind) and _plain_keys(value):
-        attributes = _pairs(_attributes(value).items(), leaf)
-        return ["mapping", [_class_name(kind), _pairs(value.items(), leaf), attributes]]
-    if dataclasses.is_dataclass(value) and not isinstance(value, (dict, type)):
-        return ["dataclass", [_class_name(kind), _pairs(_attributes(value).items(), leaf)]]
+        attributes = _pairs(_attributes(value).items(), leaf, depth)
+        return ["mapping", [_class_name(kind), _pairs(value.items(), leaf, depth), attributes]]
+    if _is_dataclass(kind):
+        return ["dataclass", [_class_name(kind), _pairs(_attributes(value).items(), leaf, depth)]]
     raise NotRepresentable(
         f"the step returns a {kind.__module__}.{kind.__qualname__}",
         "Return tensors, numbers, strings and None, in lists, tuples, dicts with keys that are "
@@ -72,8 +82,8 @@ def result_tree(value: Any, leaf: Callable[[Any], list[Any] | None]) -> list[Any
     )
 
 
-def _pairs(items: Any, leaf: Callable[[Any], list[Any] | None]) -> list[list[Any]]:
-    return [[key, result_tree(item, leaf)] for key, item in items]
+def _pairs(items: Any, leaf: Callable[[Any], list[Any] | None], depth: int) -> list[list[Any]]:
+    return [[key, result_tree(item, leaf, depth + 1)] for key, item in items]
 
 
 def _plain_keys(value: Mapping[Any, Any]) -> bool:
@@ -97,7 +107,7 @@ def _class_name(kind: type) -> str:
         NotRepresentable: it cannot.
     """
     name = f"{kind.__module__}:{kind.__qualname__}"
-    if _find_class(name) is not kind:
+    if find_class(name) is not kind:
         raise NotRepresentable(
             f"the step returns an instance of {kind.__qualname__}, which module {kind.__module__} "
             "does not have by that name",
@@ -106,11 +116,13 @@ def _class_name(kind: type) -> str:
     return name
 
 
-def _find_class(name: str) -> type | None:
+def find_class(name: str) -> type | None:
+    """The class of that name, `module:Class`, if its module is loaded and has it."""
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):
-        found = getattr(found, part, None)
+        # Not getattr: a module may import what it is asked for.
+        found = vars(found).get(part) if isinstance(found, (ModuleType, type)) else None
     return found if isinstance(found, type) else None
 
 
@@ -124,6 +136,20 @@ def _is_mapping(kind: type) -> bool:
     return issubclass(kind, dict) and not issubclass(kind, defaultdict)
 
 
+def _is_dataclass(kind: type) -> bool:
+    # An instance of a class with a layout of its own cannot be made as a plain object.
+    return dataclasses.is_dataclass(kind) and not issubclass(kind, _OWN_LAYOUT)
+
+
+def _is_plain_attribute(kind: type, name: str) -> bool:
+    """Whether setting an attribute of an instance runs no code but that of slots."""
+    for base in kind.__mro__:
+        if name in vars(base):
+            held = vars(base)[name]
+            return isinstance(held, MemberDescriptorType) or not hasattr(type(held), "__set__")
+    return True
+
+
 def _return_type(name: str) -> type | None:
     import torch
 
@@ -133,16 +159,16 @@ def _return_type(name: str) -> type | None:
 
 def classes_of(tree: Any) -> Iterator[str]:
     """Yield the name of each class of a checked tree."""
-    for tag, name in _classes(tree):
-        del tag
-        yield name
+    for _, value in _instances(tree):
+        yield value[0]
 
 
-def _classes(tree: Any) -> Iterator[tuple[str, str]]:
+def _instances(tree: Any) -> Iterator[tuple[str, list[Any]]]:
+    """Yield tag and value of each instance of a class."""
     tag, value = tree
     items: list[Any] = []
     if tag in ("namedtuple", "mapping", "dataclass"):
-        yield tag, value[0]
+        yield tag, value
         items = (
             value[1] if tag == "namedtuple" else [item for part in value[1:] for _, item in part]
         )
@@ -151,23 +177,24 @@ def _classes(tree: Any) -> Iterator[tuple[str, str]]:
     elif tag in ("list", "tuple", "torch.Size") or tag.startswith(_RETURN_TYPES):
         items = value
     for item in items:
-        yield from _classes(item)
+        yield from _instances(item)
 
 
 def missing_class(tree: Any) -> str | None:
-    """The first class of a checked tree that is not loaded, or is of another kind now."""
-    for tag, name in _classes(tree):
-        if not _fits(tag, _find_class(name)):
-            return name
+    """The first class of a checked tree that is not loaded, or has no such instances now."""
+    for tag, value in _instances(tree):
+        if not _fits(tag, find_class(value[0]), value):
+            return value[0]
     return None
 
 
-def _fits(tag: str, kind: type | None) -> bool:
+def _fits(tag: str, kind: type | None, value: list[Any]) -> bool:
     if kind is None:
         return False
     if tag == "namedtuple":
-        return _is_named_tuple(kind)
-    return _is_mapping(kind) if tag == "mapping" else dataclasses.is_dataclass(kind)
+        return _is_named_tuple(kind) and len(value[1]) == len(getattr(kind, "_fields", ()))
+    is_kind = _is_mapping(kind) if tag == "mapping" else _is_dataclass(kind)
+    return is_kind and all(_is_plain_attribute(kind, name) for name, _ in value[-1])
 
 
 def rebuild(tree: Any, outputs: Sequence[Any], inputs: Sequence[Any]) -> Any:
@@ -204,8 +231,8 @@ def rebuild(tree: Any, outputs: Sequence[Any], inputs: Sequence[Any]) -> Any:
         return torch.Size(items(value))
     if tag.startswith(_RETURN_TYPES):
         return _known_return_type(tag)(items(value))
-    kind = _find_class(value[0])
-    if kind is None or not _fits(tag, kind):
+    kind = find_class(value[0])
+    if kind is None or not _fits(tag, kind, value):
         raise ValueError(f"trace record: the class {value[0]} of the result is not loaded")
     if tag == "namedtuple":
         return tuple.__new__(kind, items(value[1]))
@@ -261,10 +288,17 @@ def check_tree(tree: Any, outputs: int, inputs: int, depth: int = 0) -> None:
     elif tag == "float":
         if not isinstance(value, str):
             raise ValueError(f"trace record: bad float {value!r:.80}")
-        float.fromhex(value)
+        try:
+            float.fromhex(value)
+        except OverflowError:
+            raise ValueError(f"trace record: bad float {value!r:.80}") from None
     elif tag == "dict":
         check_pairs(value, str, int)
-    elif tag in ("list", "tuple", "torch.Size"):
+    elif tag == "torch.Size":
+        for item in _list(value):
+            if _list(item, 2)[0] != "const" or type(item[1]) is not int:
+                raise ValueError(f"trace record: bad size {item!r:.80}")
+    elif tag in ("list", "tuple"):
         check_items(value)
     elif tag == "namedtuple":
         check_items(_named(value, 2)[1])

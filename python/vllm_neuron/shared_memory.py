@@ -120,7 +120,15 @@ def join_inputs(graph_module: fx.GraphModule, tensors: Sequence[Any]) -> bool:
             )
             for index in overlap.members:
                 tensor, node = tensors[index], inputs[index]
-                shape, strides = tuple(tensor.shape), tensor.stride()
+                strides = tensor.stride()
+                # Of elements that lie in one place, the first: a copy to all is refused.
+                shape = tuple(
+                    size if stride else min(size, 1)
+                    for size, stride in zip(tensor.shape, strides, strict=True)
+                )
+                for dimension, size in enumerate(shape):
+                    if size != tensor.shape[dimension]:
+                        node = graph.call_method("narrow", (node, dimension, 0, 1))
                 where = (base, shape, strides, tensor.storage_offset() - overlap.start)
                 graph.call_method("copy_", (graph.call_function(torch.as_strided, where), node))
             for index in overlap.members:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import sys
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +12,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.utils import ModelOutput
 
 from vllm_neuron import result_tree
 from vllm_neuron.capture import capture
@@ -111,6 +115,55 @@ def test_a_record_whose_class_is_gone_is_no_hit_and_cannot_be_rebuilt(record, mo
     assert record.missing_class() == f"{__name__}:Pair"
 
 
+@dataclasses.dataclass
+class Rows(list):
+    """Has a layout that is not a plain object's."""
+
+    count: int = 0
+
+
+@dataclasses.dataclass
+class Watched:
+    """Has an attribute whose setting runs code."""
+
+    count: int = 0
+
+    @property
+    def seen(self):
+        return self.count
+
+    @seen.setter
+    def seen(self, value):
+        made.append(value)
+
+
+def test_looking_for_a_class_imports_nothing(record):
+    tree = ["dataclass", ["transformers:BertModel", []]]
+    foreign = TraceRecord(record.inputs, record.outputs, record.aliases, tree, {})
+    # Its package gives what it is asked for by importing it then.
+    import transformers  # noqa: F401
+
+    loaded = set(sys.modules)
+    assert foreign.missing_class() == "transformers:BertModel"
+    assert set(sys.modules) == loaded
+
+
+def test_sources_of_inherited_classes_are_premises():
+    class Inheriting(torch.nn.Module):
+        def forward(self, x):
+            return BaseModelOutputWithPooling(last_hidden_state=x + 1)
+
+    sources = capture(Inheriting(), (torch.zeros(2),), bucket="b").record.sources
+    assert {BaseModelOutputWithPooling.__module__, ModelOutput.__module__} <= sources.keys()
+
+
+def test_endless_results_are_refused():
+    endless: list = []
+    endless.append(endless)
+    with pytest.raises(result_tree.NotRepresentable, match="nested too deeply"):
+        result_tree.result_tree(endless, lambda item: None)
+
+
 @pytest.mark.parametrize(
     ("value", "named"),
     [
@@ -145,6 +198,10 @@ def test_a_local_class_is_refused():
         ["namedtuple", [f"{__name__}:Hidden", []]],
         ["dataclass", ["subprocess:Popen", []]],
         ["mapping", ["collections:defaultdict", [], []]],
+        ["namedtuple", [f"{__name__}:Pair", [["const", 1]]]],
+        ["dataclass", [f"{__name__}:Hidden", [["__class__", ["const", 1]]]]],
+        ["dataclass", [f"{__name__}:Rows", []]],
+        ["dataclass", [f"{__name__}:Watched", [["seen", ["const", 1]]]]],
     ],
 )
 def test_a_class_of_another_kind_is_not_made(record, tree):
@@ -164,7 +221,9 @@ def test_a_class_of_another_kind_is_not_made(record, tree):
         ["dataclass", ["a:B", [[1, ["const", 1]]]]],
         ["mapping", ["a:B", []]],
         ["mapping", ["a:B", [[None, ["const", 1]]], []]],
-        ["torch.Size", [["output", 99]]],
+        ["torch.Size", [["output", 0]]],
+        ["torch.Size", [["const", "a"]]],
+        ["float", "0x1p99999"],
         ["torch.return_types.max", []],
     ],
 )

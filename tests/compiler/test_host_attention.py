@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -231,6 +232,27 @@ def test_what_differs_from_the_pattern_is_left_to_xla(capped_text, found, replac
     assert found in capped_text
     changed = artifact(capped_text.replace(found, replaced))
     assert host_kernels.with_kernels(changed) is changed
+
+
+def test_shares_of_the_wrong_rows_are_left_to_xla(lowering):
+    """With as many queries as keys, what is reduced can be broadcast along the other dimension."""
+    step = Attend(dtype=torch.float32, heads=4, kv_heads=4).eval()
+    module, _ = lower(lowering, step, arguments(step, [0], BLOCK * BLOCKS, 0.0))
+    text, count = re.subn(
+        r"= stablehlo.broadcast_in_dim %(\d+), dims = \[0, 1, 2\] : \(tensor<1x4x16xf32>\)",
+        r"= stablehlo.broadcast_in_dim %row\1, dims = [0, 1, 2, 3] : (tensor<1x4x1x16xf32>)",
+        module_text(module),
+    )
+    assert count == 2
+    text, count = re.subn(
+        r"%(\d+)( = stablehlo.reduce\(.*-> tensor<1x4x16xf32>)",
+        r"%\1\2\n%row\1 = stablehlo.reshape %\1 : (tensor<1x4x16xf32>) -> tensor<1x4x1x16xf32>",
+        text,
+    )
+    assert count == 2
+    changed = artifact(text)
+    assert host_kernels.with_kernels(changed) is changed
+    assert host_kernels.with_kernels(module.data) is not module.data
 
 
 def test_the_pattern_as_text_is_the_pattern(capped_text):

@@ -53,6 +53,16 @@ def test_one_tensor_passed_twice_and_its_transpose(lowering):
     assert_parity(lowering, Step(write), (x, x, x.t()))
 
 
+def test_an_expanded_input_beside_what_it_repeats(lowering):
+    x = torch.arange(3.0)
+
+    def write(x, y, z):
+        x.add_(1)
+        return x * 1 + y, z.sum(0)
+
+    assert_parity(lowering, Step(write), (x, x[:1].expand(3), x.expand(2, 3)))
+
+
 class Buffers(nn.Module):
     def __init__(self):
         super().__init__()

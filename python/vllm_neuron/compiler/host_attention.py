@@ -86,7 +86,7 @@ def _match(product: Any) -> PagedAttention:
         "live": _shape(live) == (sequences, keys, 1, 1),
         "caches": _element(key_cache) == _element(value_cache),
         "sinks": sinks is None or (_shape(sinks) == (1, heads, 1, 1) and _element(sinks) == "f32"),
-        "not empty": 0 not in (blocks, block_size, kv_heads, heads, queries, sequences, head),
+        "not empty": 0 not in (blocks, block_size, kv_heads, heads, queries, keys, sequences, head),
     }
     if not all(expected.values()):
         raise _Different
@@ -138,13 +138,17 @@ def _softmax(shares: Any) -> tuple[Any, Any, Any | None]:
 
 def _reduced(value: Any, operation: str, start: float) -> Any:
     """Return the operand of a reduction over the last of 4 dimensions, broadcast again."""
-    reduction = _owner(_through(_unbroadcast(value), "reshape"), "reduce")
+    column = _unbroadcast(value)
+    reduction = _owner(_through(column, "reshape"), "reduce")
+    rows = _shape(reduction.results[0])
     body = [inner.operation.name for inner in reduction.regions[0].blocks[0].operations]
     if (
         body != [operation, "stablehlo.return"]
         or list(_ints(reduction.attributes["dimensions"])) != [3]
         or len(reduction.operands) != 2
         or _constant(reduction.operands[1]) != start
+        # Not (..., 1, rows): with as many rows as keys that fits too, and divides by other rows.
+        or _shape(column) not in (rows, (*rows, 1))
     ):
         raise _Different
     return reduction.operands[0]

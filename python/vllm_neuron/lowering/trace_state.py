@@ -64,6 +64,7 @@ def kept_state() -> Iterator[None]:
         for device in devices
     }
     cache = torch.is_autocast_cache_enabled()
+    depth = _autocast_depth()
     grad = torch.is_grad_enabled()
     effect = simple_registry.singleton.find(_CHECK).effect
     kind = effect.effect
@@ -78,3 +79,12 @@ def kept_state() -> Iterator[None]:
             torch.set_autocast_enabled(device, enabled)
             torch.set_autocast_dtype(device, dtype)
         torch.set_autocast_cache_enabled(cache)
+        for _ in range(_autocast_depth() - depth):
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
+
+
+def _autocast_depth() -> int:
+    """In how many autocast regions this thread is; only stepping tells."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
