@@ -119,7 +119,7 @@ class NeuronPunicaWrapper(PunicaWrapperBase):
             for a, b in zip(lora_a_stacked, lora_b_stacked, strict=True)
         ]
         delta = added[0] if len(added) == 1 else torch.cat(added, dim=-1)
-        return y + (delta if scale == 1 else delta * scale).to(y.dtype)
+        return _sum(y, delta, scale)
 
     def add_lora_logits(
         self,
@@ -136,7 +136,7 @@ class NeuronPunicaWrapper(PunicaWrapperBase):
         slots = slots_of_step()
         delta = _expand(_shrink(x, lora_a_stacked, slots), lora_b_stacked, slots)
         padded = F.pad(delta, (0, y.shape[-1] - delta.shape[-1]))
-        return y + (padded if scale == 1 else padded * scale).to(y.dtype)
+        return _sum(y, padded, scale)
 
     def add_lora_embedding(
         self,
@@ -208,3 +208,8 @@ def _expand(shrunk: torch.Tensor, b: AdapterStack, slots: torch.Tensor) -> torch
         own = _per_token(slots, shrunk.shape[0]).unsqueeze(1) == columns
     # Not a product with 0 or 1, which would let another adapter's infinity through.
     return F.linear(torch.where(own, shrunk.to(weight.dtype), 0), weight)
+
+
+def _sum(y: torch.Tensor, delta: torch.Tensor, scale: float) -> torch.Tensor:
+    """Returns y + delta * scale in y's dtype."""
+    return y + (delta if scale == 1 else delta * scale).to(y.dtype)

@@ -2,8 +2,10 @@
 
 #![allow(clippy::unwrap_used)]
 
+mod numbers;
 mod threads;
 
+use numbers::numbers;
 use threads::Threads;
 use vllm_neuron_host::{Bf16, Inline, Instructions, Shape, product_bf16, product_f32};
 
@@ -24,18 +26,6 @@ fn shapes() -> impl Iterator<Item = Shape> {
             })
         })
     })
-}
-
-/// Numbers of -1 to 1 from a linear congruential generator.
-#[allow(clippy::cast_precision_loss)]
-fn numbers(count: usize, seed: u32) -> Vec<f32> {
-    let mut state = seed;
-    (0..count)
-        .map(|_| {
-            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            (state >> 8) as f32 / (1 << 23) as f32 - 1.0
-        })
-        .collect()
 }
 
 fn rounded(values: &[f32]) -> Vec<Bf16> {

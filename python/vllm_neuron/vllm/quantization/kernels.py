@@ -103,12 +103,8 @@ class PackedIntegerKernel(MPLinearKernel):
         return linear(x, weights, bias)
 
 
-class Int8Kernel(Int8ScaledMMLinearKernel):
-    """int8 weights and activations.
-
-    Parameters for K inputs and N outputs: weights int8 (N, K), their scales float32 (N, 1), and
-    for static activations a scale float32 and a zero point float32, both (1,).
-    """
+class _ForEveryLayer:
+    """What vLLM asks a kernel before it chooses it."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
@@ -119,6 +115,14 @@ class Int8Kernel(Int8ScaledMMLinearKernel):
     def can_implement(cls, c: Any) -> tuple[bool, str | None]:
         """Returns that every layer is computed."""
         return True, None
+
+
+class Int8Kernel(_ForEveryLayer, Int8ScaledMMLinearKernel):
+    """int8 weights and activations.
+
+    Parameters for K inputs and N outputs: weights int8 (N, K), their scales float32 (N, 1), and
+    for static activations a scale float32 and a zero point float32, both (1,).
+    """
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Gives every output a scale."""
@@ -182,21 +186,11 @@ def quantise_int8(
     return values.clamp(_INT8.min, _INT8.max), scale, zero
 
 
-class Fp8Kernel(FP8ScaledMMLinearKernel):
+class Fp8Kernel(_ForEveryLayer, FP8ScaledMMLinearKernel):
     """fp8 weights and activations, scaled per tensor, output or token.
 
     vLLM's base class rounds the activations; the weight is float8_e4m3fn (K, N), a view of (N, K).
     """
-
-    @classmethod
-    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        """Returns that every device will do."""
-        return True, None
-
-    @classmethod
-    def can_implement(cls, c: Any) -> tuple[bool, str | None]:
-        """Returns that every layer is computed."""
-        return True, None
 
     def apply_scaled_mm(
         self,
